@@ -7,7 +7,7 @@ own, which are gathered once: a checkpoint holds them as the bytes of a file for
 import hashlib
 import io
 from functools import wraps
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 from weakref import ref
 
 import torch
@@ -24,7 +24,7 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.loops import loader_of, loaders_of
+from mmdevplug.utils.loops import loaders_of
 from mmdevplug.utils.model import unwrap_model
 from mmdevplug.utils.torch_compat import view_as_dtype
 from mmdevplug.version import __version__
@@ -33,9 +33,7 @@ from .state_copier import StateCopier
 from .writing import save_with_warning
 
 #: The key in a checkpoint, and the version of what is under it.
-KEY, VERSION = 'mmdevplug', 2
-#: Of the buffers of one rank; more is no statistics, and would make a checkpoint too large.
-MOST_BYTES = 64 * 2**20
+KEY, VERSION = 'mmdevplug', 3
 #: Sizes of states vary by some bytes; copies in the background use memory of one size again.
 _ROUND = 64 * 2**10
 #: What is of one rank alone, and of no use to a job with another number of ranks.
@@ -129,7 +127,7 @@ class Participants:
         for name, get in self._things.items():
             thing = get()
             state = None if thing is None else thing.state_dict()
-            if isinstance(thing, ResumableLoader) and not thing.knows_place:
+            if isinstance(thing, ResumableLoader) and state is None:
                 unknown.append(name)
             elif state or not isinstance(thing, (DataLoader, type(None))):
                 states[name] = state
@@ -151,17 +149,24 @@ class Participants:
 
     def begin(self) -> None:
         """Give all others their states, when everything is built that training needs."""
+        begin_anew = [
+            name
+            for name, get in self._things.items()
+            if not isinstance(get(), (DataLoader, type(None)))
+            and name not in (*self._waiting, *_OF_ONE_RANK)
+        ]
+        if begin_anew:
+            log_warning(
+                f'The config has participants whose states the checkpoint lacks, so they begin '
+                f'anew: {", ".join(begin_anew)}.'
+            )
         self._loaders_only = False
         for name in list(self._things):
             self._give(name)
 
     def warn_of_waiting(self) -> None:
         """Name the states that nothing has asked for, when training has begun."""
-        if self._waiting:
-            log_warning(
-                f'The checkpoint holds states of {", ".join(sorted(self._waiting))}, which this '
-                f'run does not have when training begins. They are not restored.'
-            )
+        warn_of_unused(self._waiting)
 
     def _give(self, name: str) -> None:
         thing = self._things[name]()
@@ -169,23 +174,27 @@ class Participants:
             thing.load_state_dict(self._waiting.pop(name))
 
 
+def warn_of_unused(states: Mapping[str, Any]) -> None:
+    """Name states of a checkpoint that nothing in this run has asked for."""
+    if states:
+        log_warning(
+            f'The checkpoint holds states of {", ".join(sorted(states))}, which this run does not '
+            f'have when training begins. They are not restored.'
+        )
+
+
 # the states of all ranks ------------------------------------------------------------------------
 
 
-def gather_states(participants: Participants, hooks: List[str]) -> Dict[str, Any]:
-    """Collect the states of all ranks for the key :data:`KEY`; all ranks take part.
-
-    Args:
-        participants (Participants): Of this rank.
-        hooks (list[str]): Which hooks have a state, to be compared with those of a config.
-    """
+def gather_states(participants: Participants) -> Dict[str, Any]:
+    """Collect the states of all ranks for the key :data:`KEY`; all ranks take part."""
     stream = io.BytesIO()
     states = StateCopier(rank_device()[0])(participants.state_dict())
     save_with_warning(states, stream, 'a state of this rank')
     data = stream.getvalue()
     mine = to_tensor(len(data).to_bytes(8, 'little') + data + bytes(-(len(data) + 8) % _ROUND))
     ranks = [mine] if get_world_size() == 1 else gather_bytes(mine, call_tag='states')
-    return dict(version=VERSION, release=__version__, hooks=hooks, ranks=ranks)
+    return dict(version=VERSION, release=__version__, ranks=ranks)
 
 
 def states_of_this_rank(saved: Mapping[str, Any], filename: str) -> Dict[str, Any]:
@@ -233,11 +242,6 @@ class _Attributes:
 def keeps_state(hook: Hook) -> bool:
     """Whether the state of a hook is saved by its methods, or is that of MMEngine's own hooks."""
     return has_state(hook) or isinstance(hook, tuple(_ATTRIBUTES))
-
-
-def stateful_hooks(runner: AnyRunner) -> List[str]:
-    """Name the hooks that restore a state."""
-    return [name for name, hook in named_hooks(runner) if keeps_state(hook)]
 
 
 def add_hooks(participants: Participants, runner: AnyRunner) -> None:
@@ -305,62 +309,38 @@ class RankBuffers:
     inexact = ''
 
     def __init__(self, runner: AnyRunner) -> None:
-        self._runner, self._warned = runner, False
+        self._runner = runner
 
     def _models(self) -> List[nn.Module]:
         kept = [getattr(hook, 'ema_model', None) for hook in self._runner.hooks]
         averaged = [model for model in kept if isinstance(model, nn.Module)]
         return [unwrap_model(self._runner.model), *averaged]
 
-    def state_dict(self) -> Dict[int, Tensor]:
-        """The bytes of the buffers by model, without those that are equal on all ranks."""
-        found: Dict[int, Tensor] = {}
+    def state_dict(self) -> Dict[int, List[Tensor]]:
+        """The buffers by model on the host, without those that are equal on all ranks."""
         if get_world_size() == 1:
-            return found
-        for index, model in enumerate(self._models()):
-            host = rank_device()[0].copies.to_host(list(model.buffers()))
-            parts = [view_as_dtype(each.contiguous().reshape(-1), torch.uint8) for each in host]
-            found[index] = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        digests = {k: hashlib.sha256(each.numpy()).hexdigest() for k, each in found.items()}
-        ranks = gather_json([[digests[k], found[k].numel()] for k in found])
-        for index, each in enumerate(zip(*ranks)):
-            size = max(numel for _, numel in each)
-            differ = any(one != each[0] for one in each)
-            if differ and size > MOST_BYTES and not self._warned:
-                self._warned = True
-                log_warning(
-                    f'Buffers of the model differ between ranks and have {size >> 20} MB on each, '
-                    f'more than {MOST_BYTES >> 20}: those of rank 0 are saved alone.'
-                )
-            if not differ or size > MOST_BYTES:
-                del found[index]
-        return found
+            return {}
+        to_host = rank_device()[0].copies.to_host
+        found = {k: to_host(list(model.buffers())) for k, model in enumerate(self._models())}
+        ranks = gather_json([_digest(each) for each in found.values()])
+        differ = [len(set(digests)) > 1 for digests in zip(*ranks)]
+        return {index: each for index, each in found.items() if differ[index]}
 
-    def load_state_dict(self, state: Mapping[int, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[int, List[Tensor]]) -> None:
         """Restore them in models of the same sizes."""
-        accelerator = rank_device()[0]
         models = self._models()
-        for index, packed in state.items():
+        for index, values in state.items():
             buffers = list(models[index].buffers()) if index < len(models) else []
-            sizes = [each.numel() * each.element_size() for each in buffers]
-            if sum(sizes) != packed.numel():
+            if [each.shape for each in buffers] != [each.shape for each in values]:
                 self.inexact = 'the model has other buffers than the checkpoint'
                 continue
-            values = [
-                # A copy, because a view needs an aligned start.
-                view_as_dtype(part.clone(), buffer.dtype).reshape(buffer.shape)
-                for part, buffer in zip(packed.split(sizes), buffers)
-            ]
-            # A moving average counts its steps in a buffer that stays on the host.
-            pairs = [(v, b) for v, b in zip(values, buffers) if b.device.type != 'cpu']
             with torch.no_grad():
-                for value, buffer in zip(values, buffers):
-                    if buffer.device.type == 'cpu':
-                        buffer.copy_(value)
-                accelerator.copies.into_device([v for v, _ in pairs], [b for _, b in pairs])
+                for buffer, value in zip(buffers, values):
+                    buffer.copy_(value)
 
 
-def main_loader(runner: AnyRunner) -> Any:
-    """The loader of the training loop, which decides where training is."""
-    loader = loader_of(runner.train_loop)
-    return loader if isinstance(loader, ResumableLoader) else None
+def _digest(tensors: Sequence[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for each in tensors:
+        digest.update(view_as_dtype(each.contiguous().reshape(-1), torch.uint8).numpy())
+    return digest.hexdigest()

@@ -5,11 +5,13 @@ are saved with it. What is no plain value, or too large, is named in a warning o
 """
 
 import copy
+import pickle
 import random
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
+from math import inf
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Set, Tuple
 from weakref import ref
 
 import numpy as np
@@ -23,11 +25,11 @@ from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import unwrap_model
 
-from .participants import keeps_state, named_hooks
+from .participants import keeps_state, named_hooks, warn_of_unused
 
 #: Of one attribute: more would make checkpoints large, and is a cache more often than a state.
 MOST_BYTES = 16 * 2**20
-_MOST_PARTS = 10_000
+_MOST_PARTS = 200_000
 _MOST_LEVELS = 3
 _MOST_OBJECTS = 100
 
@@ -48,8 +50,8 @@ _OF_MODULES = {*vars(nn.Module()), '_raw_positive_infos'}
 #: Of mmdet's hooks that replace the pipeline of the training data, once: they do it again.
 _OF_HOOKS = {'_has_switched', '_restart_dataloader'}
 _MISSING = object()
-#: In place of the path of an owner: which parameters a hook has unfrozen or frozen.
-_TRAINED = 'requires_grad'
+#: In place of an attribute: which parameters of a module a hook has unfrozen or frozen.
+_TRAINED = 'requires_grad of parameters'
 
 
 class Owner(NamedTuple):
@@ -72,7 +74,6 @@ class PlainState:
     def __init__(self, runner: AnyRunner) -> None:
         self._runner = runner
         self._first = {owner.path: _marks(owner) for owner in _owners(runner)}
-        self._first_trained = self._trained()
         self._warned: Set[str] = set()
 
     def state_dict(self) -> Dict[str, Dict[str, Any]]:
@@ -81,7 +82,7 @@ class PlainState:
         Each value comes with whether its tensors were on the device.
         """
         found: Dict[str, Dict[str, Any]] = {}
-        left: List[str] = []
+        left: Dict[str, None] = {}
         for owner in _owners(self._runner):
             if owner.path not in self._first and not isinstance(owner.value, nn.Module):
                 continue  # made while training, as is what holds it
@@ -91,71 +92,47 @@ class PlainState:
             if unfit:
                 # What is filled at the first use belongs together: a flag or a key without its
                 # cache would be wrong.
-                unset = (_MISSING, _mark(None), _mark(False))
+                unset = (_MISSING, _examine(None)[0], _examine(False)[0])
                 unfit |= {name for name in differ if first.get(name, _MISSING) in unset}
-            left += [
-                f'{owner.path}.{name} ({type(owner.attributes[name]).__name__})'
-                for name in sorted(unfit)
-            ]
+            # Objects of one list share a name.
+            path = re.sub(r'\[.*?\]', '[...]', owner.path)
+            for name in sorted(unfit):
+                left[f'{path}.{name} ({type(owner.attributes[name]).__name__})'] = None
             for name in sorted(differ - unfit):
                 value = owner.attributes[name]
                 on_device = any(each.device.type != 'cpu' for each in _tensors(value))
                 found.setdefault(owner.path, {})[name] = (on_device, value)
-        self._warn_of(left)
-        trained = self._trained().items() - self._first_trained.items()
-        if trained:
-            found[_TRAINED] = {name: (False, flag) for name, flag in sorted(trained)}
+        new = [name for name in left if name not in self._warned]
+        if new:
+            log_warning(
+                f'Changes while training and is not saved: {", ".join(new)}. A resumed run begins '
+                f'with what the config builds: keep states in numbers, strings, tensors or '
+                f'containers of these of at most {MOST_BYTES >> 20} MB, or give a hook '
+                f'state_dict() and load_state_dict(); ignore caches.'
+            )
+        self._warned.update(new)
         return found
 
     def load_state_dict(self, saved: Dict[str, Dict[str, Any]]) -> None:
         """Restore what :meth:`state_dict` returned in an earlier run."""
         saved = dict(saved)
-        parameters = dict(unwrap_model(self._runner.model).named_parameters())
-        for name, (_, flag) in saved.pop(_TRAINED, {}).items():
-            if name in parameters:
-                parameters[name].requires_grad_(flag)
         for owner in list(_owners(self._runner)):
             for name, (on_device, value) in saved.pop(owner.path, {}).items():
                 _put(owner, name, value, on_device)
-        if saved:
-            log_warning(
-                f'The checkpoint holds states of {", ".join(sorted(saved))}, which this run does '
-                f'not have when training begins. They are not restored.'
-            )
+        warn_of_unused(saved)
 
-    def _trained(self) -> Dict[str, bool]:
-        model = unwrap_model(self._runner.model)
-        return {name: p.requires_grad for name, p in model.named_parameters()}
-
-    def copy(self) -> List[Tuple[Owner, str, Any, Any]]:
-        """Copy all plain attributes, for :meth:`put_back`."""
-        return [
+    def keeping(self, function: Callable[[], None]) -> None:
+        """Call a function, and restore what it changes in plain attributes."""
+        before = [
             (owner, name, mark, copy.deepcopy(owner.attributes[name]))
             for owner in _owners(self._runner)
             for name, mark in _marks(owner).items()
             if _fits(owner, name)
         ]
-
-    @staticmethod
-    def put_back(copied: List[Tuple[Owner, str, Any, Any]]) -> None:
-        """Restore those of the copied attributes that have changed since."""
-        for owner, name, mark, value in copied:
-            if _mark(_read(owner.value, name)) != mark:
+        function()
+        for owner, name, mark, value in before:
+            if _examine(_place(owner.value, name).get(name))[0] != mark:
                 _put(owner, name, value, False)
-
-    def _warn_of(self, left: List[str]) -> None:
-        # Objects of one list share a name.
-        named = dict.fromkeys(re.sub(r'\[.*?\]', '[...]', name) for name in left)
-        new = [name for name in named if name not in self._warned]
-        advice = (
-            f' A resumed run begins with what the config builds: keep states in numbers, strings, '
-            f'tensors or containers of these of at most {MOST_BYTES >> 20} MB, or give a hook '
-            f'state_dict() and load_state_dict(); ignore caches.'
-        )
-        if new:
-            said = f'Changes while training and is not saved: {", ".join(new)}.'
-            log_warning(said if self._warned else said + advice)
-        self._warned.update(new)
 
 
 def _owners(runner: AnyRunner) -> Iterator[Owner]:
@@ -171,35 +148,29 @@ def _owners(runner: AnyRunner) -> Iterator[Owner]:
     todo.append(('model', unwrap_model(runner.model), 0, False))
     while todo:
         path, value, level, late = todo.pop()
-        if id(value) in seen:
+        while isinstance(value, nn.Module) and is_model_wrapper(value):
+            value = value.module
+        if value is None or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module) and is_model_wrapper(value):
-            todo.append((path, value.module, level, late))
-            continue
         attributes = _attributes(value)
-        if isinstance(value, nn.Module):
-            children = [
-                (f'{path}.{n}', c, level, late) for n, c in value._modules.items() if c is not None
-            ]
-            todo += reversed(children)
         yield Owner(path, value, attributes, late)
-        if level < _MOST_LEVELS:
-            for name, held in attributes.items():
-                todo += [
-                    (f'{path}.{name}{at}', part, level + 1, late) for at, part in _objects(held)
-                ]
+        modules = value._modules if isinstance(value, nn.Module) else {}
+        todo += [(f'{path}.{name}', child, level, late) for name, child in modules.items()]
+        for name, held in attributes.items() if level < _MOST_LEVELS else ():
+            todo += [(f'{path}.{name}{at}', part, level + 1, late) for at, part in _objects(held)]
 
 
 def _attributes(value: object) -> Dict[str, Any]:
     """The attributes of a module, a hook or an object that may be a state of training."""
     package = type(value).__module__.split('.')[0]
-    if package == 'mmdevplug' or (package == 'mmengine' and isinstance(value, Hook)):
-        return {}
+    of_ours = package == 'mmdevplug' or (package == 'mmengine' and isinstance(value, Hook))
     left_out: Set[str] = set()
-    found = dict(vars(value))
+    found = {} if of_ours else dict(vars(value))
     if isinstance(value, nn.Module):
         left_out = _OF_MODULES
+        trained = {name: p.requires_grad for name, p in value._parameters.items() if p is not None}
+        found[_TRAINED] = trained
         found.update((name, value._buffers[name]) for name in value._non_persistent_buffers_set)
     elif isinstance(value, Hook):
         left_out = set(_OF_HOOKS)
@@ -215,11 +186,8 @@ def _objects(value: Any, at: str = '') -> Iterator[Tuple[str, Any]]:
     """The objects of plain Python classes, and modules, in an attribute, with their places."""
     if isinstance(value, nn.Module) or _is_plain_object(value):
         yield at, value
-    elif type(value) in (list, tuple) and len(value) < _MOST_OBJECTS and len(at) < 64:
-        for index, part in enumerate(value):
-            yield from _objects(part, f'{at}[{index}]')
-    elif type(value) in _DICTS and len(value) < _MOST_OBJECTS and len(at) < 64:
-        for key, part in value.items():
+    elif type(value) in {list, tuple, *_DICTS} and len(value) < _MOST_OBJECTS and len(at) < 64:
+        for key, part in value.items() if type(value) in _DICTS else enumerate(value):
             yield from _objects(part, f'{at}[{key!r:.20}]')
 
 
@@ -240,12 +208,9 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         mine = self._get()
-        return (
-            isinstance(other, _Same)
-            and mine is not None
-            and mine is other._get()
-            and self._version == other._version
-        )
+        if mine is None or not isinstance(other, _Same):
+            return False
+        return mine is other._get() and self._version == other._version
 
     __hash__ = object.__hash__
 
@@ -253,66 +218,48 @@ class _Same:
 def _marks(owner: Owner) -> Dict[str, Any]:
     """What tells whether attributes have changed, of those that may be a state."""
     return {
-        name: _mark(value) for name, value in owner.attributes.items() if not _is_no_state(value)
+        name: _examine(value)[0]
+        for name, value in owner.attributes.items()
+        # Objects are walked over, with attributes of their own; others are computed anew.
+        if not isinstance(value, (*_NO_STATE, nn.Module))
+        and not _is_plain_object(value)
+        and getattr(value, 'grad_fn', None) is None
     }
 
 
-def _is_no_state(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.grad_fn is not None  # computed in every iteration
-    # Objects are walked over, with attributes of their own.
-    return isinstance(value, (*_NO_STATE, nn.Module)) or _is_plain_object(value)
+def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[Any, float]:
+    """Return what tells whether a value has changed, and its bytes, infinity if it is not plain.
 
-
-def _mark(value: Any, parts: Optional[List[int]] = None) -> Any:
-    parts = [0] if parts is None else parts
-    parts[0] += 1
+    Containers may have ``most`` parts; larger ones count as changed if they are replaced.
+    """
     kind = type(value)
     if kind in _SCALARS:
-        return kind, value if value == value else 'nan'
-    if parts[0] > _MOST_PARTS:
-        return _Same(value)
-    if kind in _DICTS:
-        return kind, [(_mark(key, parts), _mark(each, parts)) for key, each in value.items()]
-    if kind in _SERIES:
-        return kind, [_mark(each, parts) for each in value]
+        size = len(value) if kind in (str, bytes) else 8
+        return (kind, value if value == value else 'nan'), size
+    if kind in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
+        return _Same(value), value.numel() * value.element_size()
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in 'biufcSU':
-        return value.dtype.str, value.shape, value.tobytes() if value.nbytes < MOST_BYTES else 0
-    if isinstance(value, random.Random):
-        return value.getstate()
+        data = value.tobytes() if value.nbytes < MOST_BYTES else None
+        return (value.dtype.str, value.shape, data), value.nbytes
+    if kind in _DICTS | _SERIES and len(value) <= most:
+        parts = [*value.keys(), *value.values()] if kind in _DICTS else value
+        found = [_examine(part, most // (len(value) + 1)) for part in parts]
+        factory = getattr(value, 'default_factory', None)
+        plain = factory in (None, *_SCALARS, *_DICTS, *_SERIES)
+        size = sum(8 + size for _, size in found) if plain else inf
+        return (kind, [mark for mark, _ in found]), size
+    if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
+        return pickle.dumps(value), inf
     if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state())
-    return _Same(value)
+        return value.get_state().tolist(), inf
+    return _Same(value), inf
 
 
 def _fits(owner: Owner, name: str) -> bool:
     value = owner.attributes[name]
     if isinstance(owner.value, Hook) and type(value) is bool:
         return False  # a switch, e.g. for what the hook does once: it has to do it again
-    return _size(value) <= MOST_BYTES
-
-
-def _size(value: Any, level: int = 0) -> float:
-    """How many bytes a plain value has, infinity if it is none."""
-    kind = type(value)
-    if kind in (str, bytes):
-        return len(value)
-    if kind in _SCALARS:
-        return 8
-    if kind in (Tensor, nn.Parameter) and value.layout is torch.strided:
-        return float('inf') if value.is_quantized else value.numel() * value.element_size()
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.nbytes if value.dtype.kind in 'biufcSU' else float('inf')
-    if level > 8 or kind not in _DICTS | _SERIES:
-        return float('inf')
-    if getattr(value, 'default_factory', None) not in (None, *_SCALARS, *_DICTS, *_SERIES):
-        return float('inf')
-    parts = [*value.keys(), *value.values()] if kind in _DICTS else value
-    return sum(8 + _size(part, level + 1) for part in parts)
+    return _examine(value)[1] <= MOST_BYTES
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -323,33 +270,30 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _read(value: object, name: str) -> Any:
-    return _place(value, name).get(name)
-
-
 def _place(value: object, name: str) -> Dict[str, Any]:
     """The dict that holds an attribute, which not every class lets others set."""
     buffers = getattr(value, '_buffers', {})
     return buffers if name in buffers else vars(value)
 
 
-def _put(owner: Owner, name: str, value: object, on_device: bool) -> None:
-    now = _read(owner.value, name)
-    if isinstance(now, Tensor) and isinstance(value, Tensor) and _alike(now, value):
+def _put(owner: Owner, name: str, value: Any, on_device: bool) -> None:
+    if name == _TRAINED:
+        for parameter in value.keys() & owner.value._parameters.keys():
+            owner.value._parameters[parameter].requires_grad_(value[parameter])
+        return
+    place = _place(owner.value, name)
+    now, is_tensor = place.get(name), isinstance(value, Tensor)
+    if (
+        isinstance(now, Tensor)
+        and is_tensor
+        and (now.shape, now.dtype) == (value.shape, value.dtype)
+    ):
         with torch.no_grad():
             now.copy_(value)  # others may refer to it
         return
     if on_device:
-        device = now.device if isinstance(now, Tensor) else _device_of(owner.value)
-        memo = {id(each): each.to(device) for each in _tensors(value)}
-        value = copy.deepcopy(value, memo)
-    _place(owner.value, name)[name] = value
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype) == (other.shape, other.dtype)
-
-
-def _device_of(value: object) -> torch.device:
-    of_module = next(value.parameters(), None) if isinstance(value, nn.Module) else None
-    return rank_device()[1] if of_module is None else of_module.device
+        module = owner.value if isinstance(owner.value, nn.Module) else nn.Module()
+        like = now if isinstance(now, Tensor) else next(module.parameters(), None)
+        device = rank_device()[1] if like is None else like.device
+        value = copy.deepcopy(value, {id(each): each.to(device) for each in _tensors(value)})
+    place[name] = value

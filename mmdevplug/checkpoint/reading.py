@@ -60,17 +60,14 @@ def read_for_model(
             f'state_dict of checkpoint {filename} is of type '
             f'{type(checkpoint["state_dict"]).__name__}; expected weights by name. Save it so.'
         )
-    _forget_undefined_keys(checkpoint.get('message_hub'))
-    return checkpoint
-
-
-def _forget_undefined_keys(hub: object) -> None:
-    """Leave out log values that were not saved, of which MMEngine would warn one by one."""
+    hub = checkpoint.get('message_hub')
+    # MMEngine would warn of each log value that was not saved.
     if isinstance(hub, dict) and isinstance(hub.get('resumed_keys'), dict):
         defined = {*hub.get('log_scalars', ()), *hub.get('runtime_info', ())}
         hub['resumed_keys'] = {
             key: value for key, value in hub['resumed_keys'].items() if key in defined
         }
+    return checkpoint
 
 
 # finding -----------------------------------------------------------------------------------------
@@ -78,17 +75,19 @@ def _forget_undefined_keys(hub: object) -> None:
 
 def read_pointer(work_dir: PathLike) -> Optional[str]:
     """Read ``last_checkpoint``; None if there is no such file or nothing in it."""
-    return _read(Path(work_dir) / POINTER) or None
+    path = Path(work_dir) / POINTER
+    if not path.is_file():
+        return None
+    return path.read_text(encoding='utf-8', errors='replace').strip() or None
 
 
-def finished_at(work_dir: PathLike) -> Optional[int]:
-    """After how many iterations the last run in a folder has ended, None if it has not."""
-    text = _read(Path(work_dir) / FINISHED)
-    return int(text) if text.isdigit() else None
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding='utf-8', errors='replace').strip() if path.is_file() else ''
+def is_finished(work_dir: PathLike) -> bool:
+    """Whether the last run in a folder has ended: that was noted after its last checkpoint."""
+    noted = [Path(work_dir) / name for name in (POINTER, FINISHED)]
+    if not all(path.is_file() for path in noted):
+        return False
+    saved, ended = (path.stat().st_mtime_ns for path in noted)
+    return saved <= ended
 
 
 def check_file(path: PathLike) -> None:

@@ -8,7 +8,6 @@ schedulers, as they were built, step to where training is.
 import copy
 import inspect
 from collections import Counter
-from math import inf
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from mmengine.optim import OptimWrapperDict
@@ -17,19 +16,19 @@ from mmengine.runner import EpochBasedTrainLoop
 from torch.optim import Optimizer
 
 from mmdevplug.config.fields import shortened
-from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import length_of, loader_of
 
-from .refuse_resume import check_complete, check_names, check_optimizer
+from .fitting import check_complete, check_names, check_optimizer, refusal
 
 #: What MMEngine's schedulers change while they step.
 _PROGRESS = {'_global_step', '_last_value', 'base_values', 'last_step', 'verbose'}
 _PROGRESS |= {'best', 'cooldown_counter', 'num_bad_epochs'}
 _MOST = 12  # entries of a message
-_LENGTH = 'the length of training'
-_TAKE_CONFIG = "resume with --resume-settings config (accelerator.resume_settings='config')."
+#: What some settings follow, whatever ``accelerator.resume_settings`` says.
+_LENGTH, _SCALE = 'the length of training', 'auto_scale_lr'
+_TAKE_CONFIG = "resume with --resume-settings config (accelerator.resume_settings='config')"
 
 # settings as values -----------------------------------------------------------------------------
 
@@ -40,15 +39,15 @@ class Difference(NamedTuple):
     name: str
     saved: object
     configured: object
-    taken: str
     #: What has set it, if not ``accelerator.resume_settings``.
     because_of: Optional[str] = None
+    taken: str = 'config'
 
 
 def describe(found: Sequence[Difference]) -> str:
     """List differences; those of several groups of parameters that are equal come once."""
     lines: Dict[str, int] = {}
-    for name, saved, configured, taken, because_of in found:
+    for name, saved, configured, because_of, taken in found:
         why = {taken: f' (taken, as {because_of} says)' if because_of else ' (taken)'}
         values = [
             f'{side} {shortened(value)}{why.get(side, "")}'
@@ -166,8 +165,8 @@ class OptimizerSettings:
         config: Of the schedulers: a dict, a list, or what was built before.
     """
 
-    #: Whose settings differ and are taken.
-    taken: Set[str] = frozenset()
+    #: Whether settings differ and the config's are taken.
+    takes_config = False
 
     def __init__(
         self, name: str, wrapper: AnyOptimWrapper, schedulers: Optional[List[Any]], config: object
@@ -175,11 +174,13 @@ class OptimizerSettings:
         self.name, self.wrapper, self.schedulers = name, wrapper, list(schedulers or [])
         configs = config if isinstance(config, (list, tuple)) else [config]
         self.configs = [one if isinstance(one, Mapping) else {} for one in configs]
-        self.groups = [_copy(group) for group in param_groups(wrapper)]
+        self.groups = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != 'params'}
+            for group in param_groups(wrapper)
+        ]
         self.states = [copy.deepcopy(one.state_dict()) for one in self.schedulers]
-        #: What of the checkpoint is taken where other settings are the config's.
-        self.kept_groups: List[Dict[str, Any]] = []
-        self.kept_states: List[Dict[str, Any]] = []
+        self.kinds = kinds_of(wrapper, self.schedulers)
+        self._follows_metric = any(getattr(one, 'need_val_args', False) for one in self.schedulers)
 
     def compare(
         self, checkpoint: Mapping[str, Any], where: str, run: 'ResumeSettings'
@@ -187,10 +188,10 @@ class OptimizerSettings:
         """Return how a checkpoint, read from a file, differs; or refuse it."""
         state = checkpoint['optimizer'][self.name] if self.name else checkpoint['optimizer']
         kinds = (checkpoint['meta'].get('kinds') or {}).get(self.name) or {}
-        check_optimizer(self.wrapper.optimizer, self.kinds, state, kinds.get('optimizer'), where)
+        kind = self.kinds['optimizer']
+        check_optimizer(self.wrapper.optimizer, kind, state, kinds.get('optimizer'), where)
         states = checkpoint.get('param_schedulers') or []
         states = states.get(self.name, []) if isinstance(states, Mapping) else states
-        found = self._compare_groups(state, run)
         saved, mine = kinds.get('schedulers'), self.kinds['schedulers']
         if saved is None:  # of MMEngine's runner, which saves no names of classes
             one, other = (
@@ -198,57 +199,41 @@ class OptimizerSettings:
                 for some in (states, self.states)
             )
             saved = mine if one == other else [f'a schedule of {name}' for _, name in one]
+        found = self._compare_groups(state, run.scaled)
         if saved == mine:
             found += self._compare_schedulers(states, run)
         else:
-            found.append(Difference(self._name('param_scheduler'), saved, mine, 'config'))
-        self.taken = {one.taken for one in found}
-        if saved != mine and run.choice == 'checkpoint':
-            raise CheckpointError(
-                f'{where} differs from the config in its schedulers: {describe(found[-1:])}. '
-                f"Expected the same; to take the config's, at the step that training has reached, "
-                f'{_TAKE_CONFIG}'
-            )
-        real = [one for one in found if one.taken == 'config' and one.because_of != _LENGTH]
-        if self._follows_metric and real:
-            raise CheckpointError(
-                f'{where} differs from the config: {describe(real)}. A schedule that follows '
-                f'results, such as ReduceOnPlateauLR, cannot be repeated with other settings. '
-                f"Expected the checkpoint's, with accelerator.resume_settings='checkpoint' and "
-                f'without auto_scale_lr; or take its weights alone, without --resume: '
-                f'--cfg-options load_from={where}.'
-            )
+            found.append(Difference(self._name('param_scheduler'), saved, mine))
+        self.takes_config = bool(found) and (
+            run.choice == 'config' or all(one.because_of for one in found)
+        )
+        problem, advice = '', f"To take the config's, at the step that is reached, {_TAKE_CONFIG}"
+        if self.takes_config:
+            if self._follows_metric and any(one.because_of != _LENGTH for one in found):
+                problem = 'A schedule that follows results cannot be repeated with other settings.'
+                advice = "Take the checkpoint's: accelerator.resume_settings='checkpoint'"
+        else:
+            if saved != mine:
+                problem = 'Expected the same schedulers.'
+            elif any(one.because_of == _SCALE for one in found):
+                problem = 'Expected no other differences where auto_scale_lr sets the rate.'
+            found = [one._replace(taken='checkpoint', because_of=None) for one in found]
+        if problem:
+            said = f'{where} differs from the config: {describe(found)}. {problem}'
+            raise refusal(where, said, advice)
         return found
-
-    @property
-    def kinds(self) -> Dict[str, Any]:
-        """The classes of the optimizer, or of the one inside a wrapper, and of the schedulers."""
-        optimizer = getattr(self.wrapper.optimizer, 'optim', self.wrapper.optimizer)
-        schedulers = [type(one).__name__ for one in self.schedulers]
-        return dict(optimizer=type(optimizer).__name__, schedulers=schedulers)
-
-    @property
-    def _follows_metric(self) -> bool:
-        return any(getattr(one, 'need_val_args', False) for one in self.schedulers)
 
     def _name(self, first: str, *rest: str) -> str:
         return '.'.join(filter(None, (first, self.name, *rest)))
 
-    def _compare_groups(self, state: Mapping[str, Any], run: 'ResumeSettings') -> List[Difference]:
-        optimizer, found = self.wrapper.optimizer, []
+    def _compare_groups(self, state: Mapping[str, Any], scaled: bool) -> List[Difference]:
+        found = []
         for saved, mine in zip(state['param_groups'], self.groups):
             one, other = unscheduled(saved), unscheduled(mine)
-            for key in differing(group_settings(optimizer, mine), one, other):
-                scaled = run.scaled and key == 'lr'
-                taken = ('config', 'auto_scale_lr') if scaled else (run.choice, None)
+            for key in differing(group_settings(self.wrapper.optimizer, mine), one, other):
                 name = self._name('optim_wrapper', 'optimizer', key)
-                found.append(Difference(name, one[key], other[key], *taken))
-        base = state.get('base_param_settings')
-        of_rate = {'lr', 'initial_lr'} if run.scaled else set()
-        self.kept_groups = [
-            {name: saved[name] for name in group_settings(optimizer, saved) - of_rate}
-            for saved in state['param_groups'] + ([base] if base else [])
-        ]
+                why = _SCALE if scaled and key == 'lr' else None
+                found.append(Difference(name, one[key], other[key], why))
         return found
 
     def _compare_schedulers(
@@ -258,17 +243,11 @@ class OptimizerSettings:
         for index, (one, saved, mine) in enumerate(zip(self.schedulers, states, self.states)):
             differ = set(differing(scheduler_settings(one, mine), saved, mine))
             before = self._as_before(index, run) if differ else None
-            # What only follows the length of the run or of an epoch follows it.
-            real = set(differing(differ, saved, before or mine))
-            if 'total_steps' in real:
-                real |= differ & {'end'}  # OneCycleLR refuses steps beyond them
-            for keys, *taken in ((real, run.choice), (differ - real, 'config', _LENGTH)):
-                # What a scheduler derives from its arguments is left out, unless it is all.
-                for key in sorted(keys & _arguments(one)) or sorted(keys):
-                    name = f'{self._name("param_scheduler")}[{index}] ({type(one).__name__}).{key}'
-                    found.append(Difference(name, plain(saved[key]), plain(mine[key]), *taken))
-            kept = real if run.choice == 'checkpoint' else set()
-            self.kept_states.append({name: saved[name] for name in kept})
+            why = _LENGTH if before and not differing(differ, saved, before) else None
+            # What a scheduler derives from its arguments is left out, unless it is all.
+            for key in sorted(differ & _arguments(one)) or sorted(differ):
+                name = f'{self._name("param_scheduler")}[{index}] ({type(one).__name__}).{key}'
+                found.append(Difference(name, plain(saved[key]), plain(mine[key]), why))
         return found
 
     def _as_before(self, index: int, run: 'ResumeSettings') -> Optional[Dict[str, Any]]:
@@ -288,50 +267,21 @@ class OptimizerSettings:
 
     def apply(self, run: 'ResumeSettings') -> None:
         """Set what is the config's, after the saved states were loaded."""
-        if 'config' not in self.taken:
+        if not self.takes_config:
             return
         if self._follows_metric:  # only what follows the length of training differs
-            for one, mine, kept in zip(self.schedulers, self.states, self.kept_states):
-                names = scheduler_settings(one, mine) - kept.keys()
-                one.load_state_dict({name: mine[name] for name in names})
+            for one, mine in zip(self.schedulers, self.states):
+                one.load_state_dict({name: mine[name] for name in scheduler_settings(one, mine)})
             return
-        mixed, groups = 'checkpoint' in self.taken, param_groups(self.wrapper)
-        for group, mine, kept in zip(groups, self.groups, self.kept_groups):
-            names = group_settings(self.wrapper.optimizer, mine)
-            values = copy.deepcopy({**mine, **kept} if mixed else mine)
+        for group, mine in zip(param_groups(self.wrapper), self.groups):
             for name in [each for each in group if each.startswith('initial_')]:
                 del group[name]  # also of a schedule that the checkpoint alone has
-            group.update({name: values[name] for name in names})
-            if mixed:
-                started = [name for name in group if f'initial_{name}' in group]
-                group.update({name: group[f'initial_{name}'] for name in started})
+            names = group_settings(self.wrapper.optimizer, mine)
+            group.update({name: copy.deepcopy(mine[name]) for name in names})
         for one, state in zip(self.schedulers, self.states):
             one.load_state_dict(copy.deepcopy(state))
-        for one, kept in zip(self.schedulers, self.kept_states if mixed else ()):
-            base_values = [group[f'initial_{one.param_name}'] for group in groups]
-            one.load_state_dict(dict(kept, base_values=base_values, last_step=-1, _global_step=-1))
-            one.step()
         converted = [bool(one.get('convert_to_iter_based')) for one in self.configs]
         replay(self.schedulers, converted, run.done, run.epoch)
-
-    def describe_early_end(self, run: 'ResumeSettings') -> Optional[str]:
-        """Say where the schedules of the rate end, if the run ended there and no longer does."""
-        lasts = [
-            (one, min(one.end, one.begin + getattr(one, 'T_max', one.end)))
-            for one in self.schedulers
-            if one.param_name == 'lr'
-        ]
-        if not any(last >= (run.then[one.by_epoch] or inf) for one, last in lasts) or any(
-            last >= (run.now[one.by_epoch] or 0) for one, last in lasts
-        ):
-            return None
-        ends = ', '.join(f'{type(one).__name__} at {last}' for one, last in lasts)
-        then = 'rises again' if any(one.end > last for one, last in lasts) else 'stays as it is'
-        return f'the schedules of the learning rate end before ({ends}), and from there it {then}'
-
-
-def _copy(group: Mapping[str, Any]) -> Dict[str, Any]:
-    return {name: copy.deepcopy(value) for name, value in group.items() if name != 'params'}
 
 
 # the runner -------------------------------------------------------------------------------------
@@ -346,14 +296,15 @@ class ResumeSettings:
 
     def __init__(self, runner: AnyRunner) -> None:
         loop, config = runner.train_loop, runner.scheduler_config
-        self.optimizers = list_optimizers(runner.optim_wrapper, runner.param_schedulers, config)
+        found = by_name(runner.optim_wrapper, runner.param_schedulers, config)
+        self.optimizers = [OptimizerSettings(*each) for each in found]
         self.by_epoch = isinstance(loop, EpochBasedTrainLoop)
         self.choice = runner.accelerator_options.resume_settings
         self.scaled = bool((runner.auto_scale_lr or {}).get('enable'))
         self.work_dir = runner.work_dir
-        #: How long the run was and is, in epochs (True) and in iterations; None if not known.
-        self.now = {True: loop.max_epochs, False: loop.max_iters}
-        self.then: Dict[bool, Optional[int]] = self.now
+        self.limit = loop.max_epochs if self.by_epoch else loop.max_iters
+        #: How long the run was, in epochs (True) and in iterations; None if not known.
+        self.then: Dict[bool, Optional[int]] = {}
         #: Iterations of an epoch, then and now; epochs and iterations that are done.
         self.epoch, self.done = [length_of(loader_of(loop)) or 1] * 2, (0, 0)
 
@@ -371,13 +322,13 @@ class ResumeSettings:
         if self.by_epoch and all(self.then.values()):
             self.epoch[0] = max(1, self.then[False] // self.then[True])
         self.done = (meta['epoch'] if self.by_epoch else 0, meta['iter'])
-        before, now = self.then[self.by_epoch], self.now[self.by_epoch]
-        found = []
-        if None not in (before, now) and before != now:
-            found.append(Difference(f'train_cfg.{self._limit}', before, now, 'config'))
+        before, found = self.then[self.by_epoch], []
+        if None not in (before, self.limit) and before != self.limit:
+            limit = f'train_cfg.{"max_epochs" if self.by_epoch else "max_iters"}'
+            found.append(Difference(limit, before, self.limit))
         for one in self.optimizers:
             found += one.compare(checkpoint, where, self)
-        advice = f"To take the config's, {_TAKE_CONFIG}"
+        advice = f"To take the config's, {_TAKE_CONFIG}."
         if self.choice == 'config':
             advice = "They are taken as accelerator.resume_settings='config' says."
         elif all(one.taken == 'config' for one in found):
@@ -388,37 +339,31 @@ class ResumeSettings:
                 f'setting(s). {describe(found)}. {advice}'
             )
 
-    @property
-    def _limit(self) -> str:
-        return 'max_epochs' if self.by_epoch else 'max_iters'
-
     def apply(self) -> None:
         """Set the settings that are taken, after MMEngine has loaded the checkpoint's states."""
         for one in self.optimizers:
             one.apply(self)
-            early = one.describe_early_end(self)
-            if early:
-                limit = f'{self._limit}={self.now[self.by_epoch]}'
-                log_warning(
-                    f'Training goes on to {limit}, but {early}. Raise that in the config and '
-                    f'{_TAKE_CONFIG}'
-                )
 
 
-def list_optimizers(
-    optim_wrapper: AnyOptimWrapper, schedulers: Any, config: Any
-) -> List[OptimizerSettings]:
-    """List the optimizers of a runner with their schedulers and the configs of these."""
+def by_name(optim_wrapper: AnyOptimWrapper, schedulers: Any, config: Any) -> List[Tuple]:
+    """List the optimizers of a runner: name, wrapper, schedulers and the configs of these."""
     if not isinstance(optim_wrapper, OptimWrapperDict):
-        return [OptimizerSettings('', optim_wrapper, schedulers, config)]
-    schedulers = schedulers or {}
-    by_name = isinstance(config, Mapping) and 'type' not in config
+        return [('', optim_wrapper, schedulers, config)]
+    named = isinstance(config, Mapping) and 'type' not in config
     return [
-        OptimizerSettings(name, one, schedulers.get(name), config.get(name) if by_name else config)
+        (name, one, (schedulers or {}).get(name), config.get(name) if named else config)
         for name, one in optim_wrapper.items()
     ]
 
 
+def kinds_of(wrapper: AnyOptimWrapper, schedulers: Optional[Sequence[Any]]) -> Dict[str, Any]:
+    """Name the classes of an optimizer, or of the one inside of it, and of its schedulers."""
+    optimizer = getattr(wrapper.optimizer, 'optim', wrapper.optimizer)
+    names = [type(one).__name__ for one in schedulers or ()]
+    return dict(optimizer=type(optimizer).__name__, schedulers=names)
+
+
 def describe_kinds(optim_wrapper: AnyOptimWrapper, schedulers: Any) -> Dict[str, Any]:
     """Name the classes of optimizers and schedulers, for a checkpoint that holds their states."""
-    return {one.name: one.kinds for one in list_optimizers(optim_wrapper, schedulers, None)}
+    found = by_name(optim_wrapper, schedulers, None)
+    return {name: kinds_of(wrapper, some) for name, wrapper, some, _ in found}

@@ -11,11 +11,13 @@ from mmengine.runner.loops import (
     _InfiniteDataloaderIterator,
 )
 
-from mmdevplug.data.resumable_loader import Reading
+from mmdevplug.data.resumable_loader import Reading, ResumableLoader
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.loops import loader_of
+from mmdevplug.utils.model import accumulative_counts
 
-from .participants import RandomStates, RankBuffers, keeps_state, main_loader
+from .participants import RandomStates, RankBuffers, keeps_state
 
 
 class Resumption:
@@ -32,7 +34,8 @@ class Resumption:
         self, runner: AnyRunner, ranks: int, buffers: RankBuffers, random: RandomStates
     ) -> None:
         self.runner, self._random = runner, random
-        loader = main_loader(runner)
+        found = loader_of(runner.train_loop)
+        loader = found if isinstance(found, ResumableLoader) else None
         at = None if loader is None else loader.resumed_at
         #: Whether random states are restored only before the next epoch begins.
         self._between_epochs = at is None
@@ -41,7 +44,12 @@ class Resumption:
             inexact.insert(
                 0, f'the checkpoint is of {ranks} rank(s) and this job has {get_world_size()}'
             )
-        loop = runner.train_loop
+        loop, counts = runner.train_loop, accumulative_counts(runner.optim_wrapper)
+        if runner.iter % counts and not is_complete(runner):
+            inexact.append(
+                f'the checkpoint is in the middle of accumulative_counts={counts}, and gradients '
+                f'of {runner.iter % counts} iteration(s) were not saved'
+            )
         iterator = getattr(getattr(loop, 'dataloader_iterator', None), '_iterator', None)
         # What has no place begins anew, and MMEngine's loop drops the batches trained on.
         if isinstance(loop, IterBasedTrainLoop) and (
@@ -54,8 +62,9 @@ class Resumption:
                 _number_batches_from(loop, at)
         if any(inexact):
             log_warning(
-                f'Resuming, but not exactly: {"; ".join(filter(None, inexact))}. Random numbers, '
-                f'and maybe the order of the data, differ from those of an uninterrupted run.'
+                f'Resuming, but not exactly: {"; ".join(filter(None, inexact))}. Results, and '
+                f'maybe random numbers and the order of the data, differ from those of an '
+                f'uninterrupted run.'
             )
 
     def begin_epoch(self) -> None:

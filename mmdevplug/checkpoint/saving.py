@@ -5,9 +5,8 @@ import shutil
 import time
 from concurrent.futures import Future, wait
 from functools import lru_cache
-from pathlib import Path
 from threading import Thread
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, Optional, Sequence
 
 import mmengine
 from mmengine.config import Config
@@ -35,16 +34,6 @@ from .writing import UNFINISHED, is_local, replacing, write_checkpoint, write_po
 
 #: How long an aborting process waits for a checkpoint that is being written, in seconds.
 ABORT_SECONDS = 5.0
-
-
-class CheckpointFile(NamedTuple):
-    """A checkpoint to write, and what to do once it is on the disk."""
-
-    path: str
-    #: Checkpoints to remove then.
-    outdated: List[str]
-    #: Whether ``last_checkpoint`` is to name it.
-    is_last: bool
 
 
 class BackgroundWriter:
@@ -86,94 +75,79 @@ class CheckpointSaver:
         self.options = options
         self.backend_args = backend_args
         self._background = BackgroundWriter()
-        self._kept_copy: Optional[StateCopier] = None
+        self._copier: Optional[StateCopier] = None
         before_abort(lambda: self._background.join(ABORT_SECONDS))
 
-    def save(self, runner: AnyRunner, file: CheckpointFile, meta: Dict, options: Dict) -> None:
-        """Save, or begin to in the background. All ranks take part.
+    def save(self, runner: AnyRunner, path: str, outdated: Sequence[str], **options: Any) -> None:
+        """Save by the runner's own method, or begin to in the background. All ranks take part.
 
-        A failure raises CheckpointError on rank 0 and RankFailedError on the others. ``options``
-        are further arguments of ``runner.save_checkpoint``.
+        A failure raises CheckpointError on rank 0 and RankFailedError on the others.
+
+        Args:
+            runner (Runner): The runner.
+            path (str): Where to write it.
+            outdated (list[str]): Checkpoints to remove once it is on the disk.
+            options: Further arguments of ``runner.save_checkpoint``; with ``names_it``, whether
+                ``last_checkpoint`` is to name it.
         """
-        if not _collects_as_mmengine(runner):
-            self._save_by_runner(runner, file, meta, options)
-            return
-        if not is_main_process():
-            join_collecting(runner, options.get('save_optimizer', True), file.path)
-        if self.options.async_save:
+        names_it, (folder, name) = options.pop('names_it', True), os.path.split(path)
+        work_dir, backend = runner.work_dir, get_file_backend(path, backend_args=self.backend_args)
+        method = getattr(type(runner), 'save_checkpoint', None)
+        as_ours = getattr(method, 'collects_as_mmengine', False)
+
+        def follow() -> None:
+            if names_it:
+                write_pointer(work_dir, path)
+            for old in outdated:
+                if old != path and backend.isfile(old):
+                    backend.remove(old)
+                    shutil.rmtree(folder_of(old), ignore_errors=True)  # mostly there is none
+                elif old != path and backend.isdir(old):
+                    backend.rmtree(old)  # as DeepSpeed saves them
+
+        if self.options.async_save and (as_ours or method is Runner.save_checkpoint):
             if is_main_process():
-                self._start(runner, file, meta, options)
+                self._start(collect_checkpoint(runner, path=path, **options), path, follow)
+            else:
+                join_collecting(runner, options['save_optimizer'], path)
             return
+        # Another method than ours may be killed in the middle.
+        own = is_local(path, self.backend_args) and not as_ours
+        given = f'{name}{UNFINISHED}by-runner' if own else name
+
+        def save() -> None:
+            runner.save_checkpoint(folder, given, backend_args=self.backend_args, **options)
 
         def write() -> None:
-            checkpoint = collect_checkpoint(runner, meta=meta, path=file.path, **options)
-            self._put(runner.work_dir, StateCopier(rank_device()[0])(checkpoint), file)
+            save()
+            if own and os.path.isfile(os.path.join(folder, given)):
+                with replacing(path) as unfinished:
+                    os.replace(os.path.join(folder, given), str(unfinished))
+            elif own:
+                os.replace(os.path.join(folder, given), path)  # a folder, of a strategy
+            follow()
 
-        _run_on_main(file, write)
+        if not is_main_process():
+            save()
+        run_on_main(f'saving {name}', write)
 
     def finish(self) -> None:
         """Wait for the background; raise its error."""
         if self.options.async_save:
             run_on_main('writing the last checkpoint', self._background.join)
 
-    def _put(self, work_dir: str, checkpoint: Dict, file: CheckpointFile) -> None:
-        write_checkpoint(checkpoint, file.path, self.backend_args)
-        self._follow(work_dir, file)
-
-    def _follow(self, work_dir: str, file: CheckpointFile) -> None:
-        if file.is_last:
-            write_pointer(work_dir, file.path)
-        backend = get_file_backend(file.path, backend_args=self.backend_args)
-        for path in file.outdated:
-            if path == file.path:
-                continue
-            if backend.isfile(path):
-                backend.remove(path)
-                shutil.rmtree(folder_of(path), ignore_errors=True)  # mostly there is none
-            elif backend.isdir(path):
-                backend.rmtree(path)  # as DeepSpeed saves them
-
-    def _start(self, runner: AnyRunner, file: CheckpointFile, meta: Dict, options: Dict) -> None:
+    def _start(self, checkpoint: Dict, path: str, follow: Callable[[], None]) -> None:
         """Copy to host memory, and write the copy in the background."""
         self._background.join()
-        if self._kept_copy is None:
-            self._kept_copy = StateCopier(rank_device()[0], keep=True)
-        found = collect_checkpoint(runner, meta=meta, path=file.path, **options)
-        copied = self._kept_copy(found)
-        work_dir = runner.work_dir
-        self._background.start(lambda: self._put(work_dir, copied, file))
+        if self._copier is None:
+            self._copier = StateCopier(rank_device()[0], keep=True)
+        copied = self._copier(checkpoint)
 
-    def _save_by_runner(
-        self, runner: AnyRunner, file: CheckpointFile, meta: Dict, options: Dict
-    ) -> None:
-        """Let a runner with its own method save under a temporary name, then rename the file."""
-        folder, name = os.path.split(file.path)
-        local = is_local(file.path, self.backend_args)
-        given = f'{name}{UNFINISHED}by-runner' if local else name
-        runner.save_checkpoint(folder, given, meta=meta, backend_args=self.backend_args, **options)
+        def write() -> None:
+            write_checkpoint(copied, path, self.backend_args)
+            follow()
 
-        def rename() -> None:
-            written = os.path.join(folder, given)
-            if local and Path(written).is_file():
-                with replacing(file.path) as unfinished:
-                    os.replace(written, str(unfinished))
-            elif local:
-                os.replace(written, file.path)  # a folder, of a strategy that makes one
-            self._follow(runner.work_dir, file)
-
-        _run_on_main(file, rename)
-
-
-def _run_on_main(file: CheckpointFile, function: Callable[[], None]) -> None:
-    run_on_main(f'saving {os.path.basename(file.path)}', function)
-
-
-def _collects_as_mmengine(runner: AnyRunner) -> bool:
-    """Whether a runner collects a checkpoint as MMEngine's own does."""
-    if not isinstance(runner, Runner):
-        return False
-    method = type(runner).save_checkpoint
-    return method is Runner.save_checkpoint or getattr(method, 'collects_as_mmengine', False)
+        self._background.start(write)
 
 
 def collect_checkpoint(
@@ -189,8 +163,6 @@ def collect_checkpoint(
     Sharded ones are gathered, or written beside ``path``: other ranks call
     :func:`join_collecting`.
     """
-    if meta is not None and not isinstance(meta, dict):
-        raise TypeError(f'meta should be a dict or None, but got {type(meta)}')
     folder = _shards_folder(runner, path)
     # Children may be wrapped, too; their names are saved without `module.`.
     weights = get_state_dict(unwrap_model(runner.model))
@@ -204,9 +176,8 @@ def collect_checkpoint(
     if save_optimizer:
         if not isinstance(runner.optim_wrapper, OptimWrapper):
             raise CheckpointError(
-                f'the optimizer wrapper is of type {type(runner.optim_wrapper).__name__}; '
-                f'expected an OptimWrapper or OptimWrapperDict. Save without it: '
-                f'default_hooks.checkpoint.save_optimizer=False.'
+                f'optim_wrapper is of type {type(runner.optim_wrapper).__name__}; expected an '
+                f'OptimWrapper. Save without it: default_hooks.checkpoint.save_optimizer=False.'
             )
         state = runner.optim_wrapper.state_dict()
         checkpoint['optimizer'] = collect_states(state, folder, 'optimizer')

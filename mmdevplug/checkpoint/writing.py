@@ -158,19 +158,16 @@ class _HoldingErrors:
         self._attempt(self._file.write, data)
         self._written += len(data)
         if self._written - self._begun >= _STRETCH:
-            self._begin_writeback()
+            call = _sync_file_range()
+            if call is not None and self.error is None:
+                # What it cannot do, the flush at the end does; that reports errors, too.
+                call(self._file.fileno(), self._begun, self._written - self._begun, _BEGIN)
+            self._begun = self._written
         return len(data)
 
     def flush(self) -> None:
         """Hand what was written to the system."""
         self._attempt(self._file.flush)
-
-    def _begin_writeback(self) -> None:
-        call = _sync_file_range()
-        if call is not None and self.error is None:
-            # What it cannot do, the flush at the end does; that reports errors, too.
-            call(self._file.fileno(), self._begun, self._written - self._begun, _BEGIN)
-        self._begun = self._written
 
     def _attempt(self, function: Callable[..., Any], *args: object) -> None:
         if self.error is None:
@@ -233,10 +230,6 @@ def mark_start(work_dir: PathLike) -> None:
     write_text('', Path(work_dir) / STARTED)
 
 
-def mark_finished(work_dir: PathLike, iteration: Optional[int]) -> None:
-    """Note that a run has ended, its last validation included; None removes the note."""
-    path = Path(work_dir) / FINISHED
-    if iteration is not None:
-        write_text(str(iteration), path)
-    elif path.exists():
-        path.unlink()
+def mark_finished(work_dir: PathLike) -> None:
+    """Note that a run has ended, its last validation included."""
+    write_text('', Path(work_dir) / FINISHED)

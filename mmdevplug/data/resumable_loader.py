@@ -117,8 +117,7 @@ class Reading:
         self._start()
 
     def _start(self) -> None:
-        self.yielded = self._loader.begin_pass()
-        self._inner = self._loader.start_pass()
+        self.yielded, self._inner = self._loader.begin_pass()
 
     def restart(self) -> None:
         """Begin again when the next batch is asked for, where the loader says then."""
@@ -190,17 +189,13 @@ class ResumableLoader(DataLoader):
     def _index_sampler(self) -> Any:
         return super()._index_sampler if self.order is None else self.order
 
-    def begin_pass(self) -> int:
-        """Count a pass; return how many of its batches are left out."""
+    def begin_pass(self) -> Tuple[int, Any]:
+        """Count a pass; return how many of its batches are left out, and PyTorch's iterator."""
         self._passes += 1
         if self.order is not None:
             self.order.passes = self._passes
         left_out, self._left_out = self._left_out, 0
-        return left_out
-
-    def start_pass(self) -> Any:
-        """PyTorch's own iterator."""
-        return super().__iter__()
+        return left_out, super().__iter__()
 
     def _get_iterator(self) -> Any:
         silent, self._silent = self._silent, False
@@ -212,11 +207,6 @@ class ResumableLoader(DataLoader):
             return super()._get_iterator()
         finally:
             self.generator = generator
-
-    @property
-    def knows_place(self) -> bool:
-        """Whether it can be resumed, unless nothing was read yet."""
-        return not self._passes or self.has_place
 
     @property
     def has_place(self) -> bool:
@@ -231,10 +221,12 @@ class ResumableLoader(DataLoader):
             parts.append(self.dataset)
         return next((part for part in parts if has_state(part)), None)
 
-    def state_dict(self) -> Dict[str, Any]:
-        """Where it is; nothing before it was read from."""
-        if not self._passes or not self.knows_place:
+    def state_dict(self) -> Optional[Dict[str, Any]]:
+        """Where it is; nothing before it was read from, and None if that is not known."""
+        if not self._passes:
             return {}
+        if not self.has_place:
+            return None
         reading, order, source = self._newest(), self.order, self._source()
         under_way = reading is not None and not reading.ended
         state = dict(

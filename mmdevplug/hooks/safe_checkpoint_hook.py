@@ -1,52 +1,27 @@
 """Save checkpoints that survive a kill or a full disk and resume exactly."""
 
-import hashlib
-import io
 import os
+from functools import partial
 from inspect import Parameter, signature
-from typing import Any, Dict, Optional, Set
+from typing import Any, Dict, Optional, Sequence, Set
 
 import numpy as np
 import torch
 from mmengine.dist import is_main_process
-from mmengine.evaluator import BaseMetric
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from mmdevplug.checkpoint.participants import (
-    KEY,
-    Participants,
-    RandomStates,
-    RankBuffers,
-    add_hooks,
-    gather_states,
-    stateful_hooks,
-    states_of_this_rank,
-)
+from mmdevplug.checkpoint import participants, resuming, writing
 from mmdevplug.checkpoint.plain_state import PlainState
-from mmdevplug.checkpoint.reading import finished_at, read_checkpoint
-from mmdevplug.checkpoint.resuming import (
-    Resumption,
-    is_complete,
-    repeat_validation,
-    validation_follows,
-)
-from mmdevplug.checkpoint.saving import CheckpointFile, CheckpointSaver
-from mmdevplug.checkpoint.writing import (
-    is_local,
-    join,
-    make_folder,
-    mark_finished,
-    remove_unfinished,
-    write_checkpoint,
-)
+from mmdevplug.checkpoint.reading import is_finished
+from mmdevplug.checkpoint.saving import CheckpointSaver
 from mmdevplug.config.checkpoint import CheckpointOptions
 from mmdevplug.config.fields import refuse_unknown
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
+from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.annotations import AnyRunner
-from mmdevplug.utils.model import accumulative_counts
 
 _NUMBERS = (bool, int, float, np.number, torch.Tensor)
 
@@ -87,12 +62,11 @@ class SafeCheckpointHook(CheckpointHook):
         self._exact: Optional[Dict] = None
         #: The number of ranks of the checkpoint that is resumed.
         self._ranks = 0
-        self._resumption: Optional[Resumption] = None
-        self._participants, self._random = Participants(), RandomStates()
+        self._resumption: Optional[resuming.Resumption] = None
+        self._participants, self._random = participants.Participants(), participants.RandomStates()
         self._plain: Optional[PlainState] = None
         #: Of the validation that has just ended, while ``after_val_epoch`` of hooks is called.
         self._metrics: Optional[Dict[str, Any]] = None
-        self._warned_of_accumulation = False
         self._warned: Set[str] = set()
 
     def state_dict(self) -> Dict[str, Any]:
@@ -119,18 +93,18 @@ class SafeCheckpointHook(CheckpointHook):
     def after_load_checkpoint(self, runner: AnyRunner, checkpoint: dict) -> None:
         """Keep the states for exact resuming."""
         resumed = getattr(runner, '_resuming', None) or getattr(runner, '_resume', False)
-        if KEY in checkpoint and resumed:
-            found = checkpoint[KEY]
-            self._participants.load_state_dict(states_of_this_rank(found, str(resumed)))
+        if participants.KEY in checkpoint and resumed:
+            found = checkpoint[participants.KEY]
+            self._participants.load_state_dict(
+                participants.states_of_this_rank(found, str(resumed))
+            )
             self._ranks = len(found['ranks'])
 
     def before_train(self, runner: AnyRunner) -> None:
         """Prepare the folder, if it can be written to, and restore an interrupted run."""
-        ended_at = run_on_main(
-            'preparing the folder of checkpoints', lambda: self._prepare(runner)
-        )
-        complete = runner.iter > 0 and is_complete(runner)
-        finished = complete and ended_at == runner.iter
+        ended = run_on_main('preparing the folder of checkpoints', lambda: self._prepare(runner))
+        complete = runner.iter > 0 and resuming.is_complete(runner)
+        finished = complete and ended
         if complete:
             begun = f'epoch {runner.epoch} and iteration {runner.iter}: nothing is left to train.'
             limits = f'max_epochs={runner.max_epochs} or max_iters={runner.max_iters}'
@@ -138,50 +112,39 @@ class SafeCheckpointHook(CheckpointHook):
             log = runner.logger.info if finished else runner.logger.warning
             log(f'{said} {begun} Raise {limits} of train_cfg to train longer.')
         super().before_train(runner)
-        metrics = getattr(getattr(runner.val_loop, 'evaluator', None), 'metrics', [])
-        usual = [
-            one for one in metrics if type(one).evaluate is BaseMetric.evaluate and one.prefix
-        ]
-        starts = tuple(f'{one.prefix}/' for one in usual)
-        for key in self.key_indicators if self.save_best and starts else ():
-            if len(usual) == len(metrics) and not key.startswith(('auto', *starts)):
-                self._warn_of_best(runner, f'{key!r} lacks its prefix, as in {starts[0] + key!r}')
         self._add_participants(runner)
         if self._ranks:
             self._resume(runner, finished)
 
     def _add_participants(self, runner: AnyRunner) -> None:
         if self._plain is None:
-            self._plain, self._buffers = PlainState(runner), RankBuffers(runner)
-            add_hooks(self._participants, runner)
+            self._plain, self._buffers = PlainState(runner), participants.RankBuffers(runner)
+            participants.add_hooks(self._participants, runner)
             for name in ('random', 'buffers', 'plain'):
                 self._participants.add(name, getattr(self, f'_{name}'))
 
     def _resume(self, runner: AnyRunner, finished: bool) -> None:
         self._participants.begin()
         ranks, self._ranks = self._ranks, 0
-        self._resumption = Resumption(runner, ranks, self._buffers, self._random)
+        self._resumption = resuming.Resumption(runner, ranks, self._buffers, self._random)
         metrics, self._metrics = self._metrics, None
         self._validated = finished or self._validated
-        repeat_validation(runner, self, metrics)
+        resuming.repeat_validation(runner, self, metrics)
         if not self._validated:
             self._saved_here = True
             self._resumption.validate_if_due()
 
-    def _prepare(self, runner: AnyRunner) -> Optional[int]:
-        ended_at = finished_at(runner.work_dir)
-        if ended_at is not None and not is_complete(runner):
-            mark_finished(runner.work_dir, None)
+    def _prepare(self, runner: AnyRunner) -> bool:
         folder = self.out_dir or runner.work_dir
-        if is_local(str(folder), self.backend_args):
+        if writing.is_local(str(folder), self.backend_args):
             if self.out_dir is not None and str(folder) != runner.work_dir:
                 # As MMEngine's hook is about to name it.
                 folder = os.path.join(folder, os.path.basename(runner.work_dir.rstrip(os.sep)))
-            make_folder(folder)
-            left = remove_unfinished(folder)
+            writing.make_folder(folder)
+            left = writing.remove_unfinished(folder)
             if left:
                 runner.logger.info(f'Removed {left} unfinished checkpoint(s) from {folder}.')
-        return ended_at
+        return is_finished(runner.work_dir)
 
     def before_train_epoch(self, runner: AnyRunner) -> None:
         """Restore random states."""
@@ -195,22 +158,15 @@ class SafeCheckpointHook(CheckpointHook):
         self._resumption = None
         self._participants.warn_of_waiting()
         if hasattr(runner.model, 'warm_up') and self._plain is not None:
+            warm_up = partial(runner.model.warm_up, data_batch, runner.optim_wrapper)
             self._random.note()
-            plain = self._plain.copy()
-            runner.model.warm_up(data_batch, runner.optim_wrapper)
-            PlainState.put_back(plain)
+            self._plain.keeping(warm_up)
             self._random.restore()
 
-    def after_train_iter(
-        self,
-        runner: AnyRunner,
-        batch_idx: int,
-        data_batch: object = None,
-        outputs: Optional[dict] = None,
-    ) -> None:
+    def after_train_iter(self, runner: AnyRunner, *args: Any, **kwargs: Any) -> None:
         """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
         self._validated = self._saved_here = False
-        super().after_train_iter(runner, batch_idx, data_batch, outputs)
+        super().after_train_iter(runner, *args, **kwargs)
 
     def after_train_epoch(self, runner: AnyRunner) -> None:
         """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
@@ -218,9 +174,7 @@ class SafeCheckpointHook(CheckpointHook):
             self._validated = False
         super().after_train_epoch(runner)
 
-    def after_val_epoch(
-        self, runner: AnyRunner, metrics: Optional[Dict[str, float]] = None
-    ) -> None:
+    def after_val_epoch(self, runner: AnyRunner, metrics: Optional[Dict] = None) -> None:
         """Save the best checkpoint; see :class:`mmengine.hooks.CheckpointHook`."""
         if self._validated is False:
             self._validated = True
@@ -239,27 +193,26 @@ class SafeCheckpointHook(CheckpointHook):
         """
         step = runner.iter + 1
         meta = dict(epoch=runner.epoch, iter=step)
-        path = join(self.out_dir, f'interrupted_iter_{step}.pth', self.backend_args)
+        path = writing.join(self.out_dir, f'interrupted_iter_{step}.pth', self.backend_args)
         runner.message_hub.update_info('interrupted_ckpt', path)
-        self._save(runner, CheckpointFile(path, [], is_last=True), meta)
+        self._save(runner, path, [], meta)
         self._saver.finish()
         return path
 
     def before_save_checkpoint(self, runner: AnyRunner, checkpoint: dict) -> None:
         """Add the states for exact resuming, on rank 0."""
         if self._exact is not None and 'optimizer' in checkpoint:
-            checkpoint[KEY] = self._exact
+            checkpoint[participants.KEY] = self._exact
 
     def _save_checkpoint_with_step(self, runner: AnyRunner, step: int, meta: dict) -> None:
-        self._warn_of_accumulation(runner, meta['iter'])
-        path = join(self.out_dir, self.filename_tmpl.format(step), self.backend_args)
+        path = writing.join(self.out_dir, self.filename_tmpl.format(step), self.backend_args)
         hub = runner.message_hub
         outdated = []
         before = list(self.keep_ckpt_ids) if self.max_keep_ckpts > 0 else [step]
         if before[-1:] != [step]:
             kept = [*before, step][-self.max_keep_ckpts :]
             outdated = [
-                join(self.out_dir, self.filename_tmpl.format(old), self.backend_args)
+                writing.join(self.out_dir, self.filename_tmpl.format(old), self.backend_args)
                 for old in before
                 if old not in kept
             ]
@@ -269,14 +222,14 @@ class SafeCheckpointHook(CheckpointHook):
             outdated.append(hub.pop_info('interrupted_ckpt'))
         self.last_ckpt = path
         hub.update_info('last_ckpt', path)
-        self._save(runner, CheckpointFile(path, outdated, is_last=True), meta)
+        self._save(runner, path, outdated, meta)
 
     def _save_best_checkpoint(self, runner: AnyRunner, metrics: dict) -> None:
         if not self.save_best or self._plain is None:  # which validates alone, without training
             return
         step = runner.epoch if self.by_epoch else runner.iter
         meta = dict(epoch=runner.epoch, iter=runner.iter)
-        rules = self.rules
+        hub, rules, saved_any = runner.message_hub, self.rules, False
         if 'auto' in self.key_indicators:
             try:
                 self._init_rule(rules, [next(iter(metrics))])
@@ -284,15 +237,34 @@ class SafeCheckpointHook(CheckpointHook):
                 self.rules = rules
                 self._warn_of_best(runner, f'{error} Set default_hooks.checkpoint.rule')
                 return
-        saved_any = False
+        single, whole = len(self.key_indicators) == 1, self._saver.options.resumable_best
         for key, rule in zip(self.key_indicators, self.rules):
-            if key in metrics:
-                saved_any |= self._save_if_best(runner, metrics[key], key, rule, step, meta)
-            else:
+            if key not in metrics:
                 self._warn_of_best(runner, f'{key!r} is not among {sorted(metrics)}')
+                continue
+            score, suffix = metrics[key], '' if single else f'_{key}'
+            best = hub.get_info(f'best_score{suffix}', self.init_value_map[rule])
+            if score is None or not self.is_better_than[key](score, best):
+                continue
+            saved_any = True
+            name = f'best_{key}_{self.filename_tmpl.format(step)}'.replace('/', '_')
+            path = writing.join(self.out_dir, name, self.backend_args)
+            outdated = [hub.get_info(f'best_ckpt{suffix}', path)]
+            hub.update_info(f'best_score{suffix}', score)
+            hub.update_info(f'best_ckpt{suffix}', path)
+            options = dict(save_optimizer=whole, save_param_scheduler=whole, by_epoch=False)
+            self._save(runner, path, outdated, meta, names_it=False, **options)
+            if single:
+                self.best_ckpt_path = path
+            else:
+                self.best_ckpt_path_dict[key] = path
+            runner.logger.info(
+                f'The best checkpoint with {score:0.4f} {key} at {step} '
+                f'{"epoch" if self.by_epoch else "iter"} is saved to {name}.'
+            )
         # Once more, so that the newest checkpoint knows of the best score and its file.
         if saved_any and self.last_ckpt is not None:
-            self._save_checkpoint_with_step(runner, step, dict(meta))
+            self._save_checkpoint_with_step(runner, step, meta)
 
     def _warn_of_best(self, runner: AnyRunner, why: str) -> None:
         if why not in self._warned:
@@ -302,53 +274,20 @@ class SafeCheckpointHook(CheckpointHook):
                 f'without a best checkpoint of it; correct the config and resume.'
             )
 
-    def _save_if_best(
-        self, runner: AnyRunner, score: float, key: str, rule: str, step: int, meta: dict
-    ) -> bool:
-        single = len(self.key_indicators) == 1
-        score_key = 'best_score' if single else f'best_score_{key}'
-        path_key = 'best_ckpt' if single else f'best_ckpt_{key}'
-        hub = runner.message_hub
-        best = hub.get_info(score_key, self.init_value_map[rule])
-        if score is None or not self.is_better_than[key](score, best):
-            return False
-        previous = self.best_ckpt_path if single else self.best_ckpt_path_dict[key]
-        name = f'best_{key}_{self.filename_tmpl.format(step)}'.replace('/', '_')
-        path = join(self.out_dir, name, self.backend_args)
-        hub.update_info(score_key, score)
-        hub.update_info(path_key, path)
-        outdated = [previous] if previous and previous != path else []
-        whole = self._saver.options.resumable_best
-        options = dict(save_optimizer=whole, save_param_scheduler=whole, by_epoch=False)
-        file = CheckpointFile(path, outdated, is_last=False)
-        self._save(runner, file, dict(meta), options)
-        if single:
-            self.best_ckpt_path = path
-        else:
-            self.best_ckpt_path_dict[key] = path
-        runner.logger.info(
-            f'The best checkpoint with {score:0.4f} {key} at {step} '
-            f'{"epoch" if self.by_epoch else "iter"} is saved to {name}.'
-        )
-        return True
-
     def after_train(self, runner: AnyRunner) -> None:
         """Wait for the background, and publish."""
         self._saver.finish()
         super().after_train(runner)
-        ended = self._validated or not validation_follows(runner)
-        if not (is_main_process() and is_complete(runner) and ended):
+        ended = self._validated or not resuming.validation_follows(runner)
+        if not (is_main_process() and resuming.is_complete(runner) and ended):
             return
         try:
-            mark_finished(runner.work_dir, runner.iter)
+            writing.mark_finished(runner.work_dir)
         except CheckpointError as error:
-            runner.logger.warning(
-                f'Cannot note in {runner.work_dir} that this run is finished: {error}. Resuming '
-                f'it will validate once more.'
-            )
+            runner.logger.warning(f'{error} Resuming this run will validate once more.')
 
     def _save(
-        self, runner: AnyRunner, file: CheckpointFile, meta: dict, options: Optional[dict] = None
+        self, runner: AnyRunner, path: str, outdated: Sequence[str], meta: dict, **options: Any
     ) -> None:
         options = options or dict(
             save_optimizer=self.save_optimizer,
@@ -358,33 +297,11 @@ class SafeCheckpointHook(CheckpointHook):
         )
         self._exact = None
         if options['save_optimizer'] and self._validated is not None:
-            self._exact = gather_states(self._participants, stateful_hooks(runner))
+            self._exact = participants.gather_states(self._participants)
             self._saved_here = True
-        self._saver.save(runner, file, meta, options)
+        self._saver.save(runner, path, outdated, meta=dict(meta), **options)
 
-    def _publish_model(self, runner: AnyRunner, ckpt_path: str) -> None:
-        if not is_main_process() or not ckpt_path:
-            return
-        checkpoint = read_checkpoint(ckpt_path)
-        removed = [key for key in checkpoint if key not in self.published_keys]
-        published = {key: checkpoint[key] for key in checkpoint if key not in removed}
-        with io.BytesIO() as file:
-            torch.save(published, file)
-            digest = hashlib.sha256(file.getvalue()).hexdigest()[:8]
-        path = f'{os.path.splitext(ckpt_path)[0]}-{digest}.pth'
-        write_checkpoint(published, path, self.backend_args)
-        runner.logger.info(f'{ckpt_path} is published without {removed} as {path}.')
-
-    def _warn_of_accumulation(self, runner: AnyRunner, iteration: int) -> None:
-        counts = accumulative_counts(runner.optim_wrapper)
-        if self._warned_of_accumulation or counts <= 1 or not iteration % counts:
-            return
-        if iteration >= (runner.max_iters or 0):
-            return
-        self._warned_of_accumulation = True
-        runner.logger.warning(
-            f'This checkpoint is of iteration {iteration}, in the middle of '
-            f'accumulative_counts={counts}: gradients are not saved, so resuming from it loses '
-            f'those of {iteration % counts} iteration(s). Choose an interval that is a multiple '
-            f'of {counts}.'
-        )
+    def _publish_model(self, runner: AnyRunner, ckpt_path: Optional[str]) -> None:
+        if ckpt_path:
+            with safe_loading(ckpt_path):
+                super()._publish_model(runner, ckpt_path)

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
+from mmdevplug.checkpoint.fitting import adapt_to_hooks, explaining_other_run, load_model
 from mmdevplug.checkpoint.participants import Participants
 from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
-from mmdevplug.checkpoint.refuse_resume import adapt_to_hooks
 from mmdevplug.checkpoint.resume_settings import ResumeSettings
 from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
 from mmdevplug.checkpoint.state_copier import StateCopier
@@ -427,8 +427,6 @@ class DeviceRunner(Runner):
 
         See :meth:`mmengine.runner.Runner.load_checkpoint`.
         """
-        from mmdevplug.checkpoint.fit_weights import load_model
-
         checkpoint = read_for_model(filename, map_location, mapped=self.sharding.active)
         attach_shards(checkpoint, filename, unwrap_model(self.model))
         if self._resuming:
@@ -461,8 +459,6 @@ class DeviceRunner(Runner):
         By default the file is read to the host: PyTorch cannot load to every device, and the
         states are copied to the device of the parameters in any case.
         """
-        from mmdevplug.checkpoint.fit_weights import explaining_other_run
-
         location = 'cpu' if map_location == 'default' else map_location
         if not (resume_optimizer and resume_param_scheduler):
             super().resume(filename, resume_optimizer, resume_param_scheduler, location)

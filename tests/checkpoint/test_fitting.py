@@ -13,7 +13,7 @@ from mmengine.model import BaseModule
 from mmengine.registry import RUNNERS
 from torch import nn
 
-from mmdevplug.checkpoint.fit_weights import load_model
+from mmdevplug.checkpoint.fitting import load_model
 from mmdevplug.errors import CheckpointError
 from mmdevplug.model.inferencers import patch_mmengine
 from mmdevplug.patches.load_weights import load_weights
@@ -96,7 +96,7 @@ def test_what_fits_in_part_is_named_with_counts(change, said):
     if 'extra' in change:
         assert load(weights, resuming=True)
     else:
-        with pytest.raises(CheckpointError, match='Cannot resume: .*load_from=.some.pth.'):
+        with pytest.raises(CheckpointError, match='Cannot resume: .*load_from=some.pth'):
             load(weights, resuming=True)
 
 

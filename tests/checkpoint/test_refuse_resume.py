@@ -5,8 +5,8 @@ import torch
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
+from mmdevplug.checkpoint.fitting import check_names
 from mmdevplug.checkpoint.reading import read_checkpoint
-from mmdevplug.checkpoint.refuse_resume import check_names
 from mmdevplug.errors import CheckpointError
 from tests.checkpoint.changed_settings import (
     STEPS,
@@ -165,4 +165,4 @@ def test_averages_that_only_one_side_has(interrupted, tmp_path):
 def test_hooks_with_a_state_begin_anew(interrupted, tmp_path):
     after = dict(BASE, custom_hooks=[dict(type='Remembers')])
     said = run(tmp_path, after, interrupted[False])[1]
-    assert 'begin anew: Remembers/1' in said[0]
+    assert 'begin anew: hook Remembers/1' in said[0]

@@ -1,7 +1,5 @@
 """Each setting of optimizer and schedule is changed, and training resumes with either choice."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from mmdevplug.errors import CheckpointError
@@ -90,23 +88,12 @@ def test_rates_are_scaled_as_the_log_says(schedule, choice):
     assert after.train(20) == {number: whole[number] for number in range(20, 40)}
 
 
-EARLY = dict(
-    at_an_end=(dict(type='CosineAnnealingLR', T_max=4, end=4), 'at 4), and from there it stays'),
-    at_T_max=(dict(type='CosineAnnealingLR', T_max=4), 'at 4), and from there it rises again'),
-    follows=(dict(type='PolyLR'), None),
-)
-
-
-@pytest.mark.parametrize('name', EARLY)
-def test_a_longer_run_whose_schedule_ends_before_says_so(name):
-    """MMEngine would train on with the last rate."""
-    schedule, said = EARLY[name]
-    settings, then = Simulated(plan(schedule, length=6)).settings, {True: 4, False: 20}
-    run = SimpleNamespace(then=then, now={True: 6, False: 30})
-    found = settings.describe_early_end(run)
-    assert found is None if said is None else said in found
-    run.now = then
-    assert settings.describe_early_end(run) is None
+def test_a_scaled_rate_and_other_settings_are_not_mixed():
+    before, after = Simulated(plan(STEPS)), Simulated(plan(dict(STEPS, gamma=0.7), lr=0.01))
+    before.train(0, 10)
+    with pytest.raises(CheckpointError, match='gamma: checkpoint 0.5 .*--resume-settings config'):
+        after.resume(before, 10, 'checkpoint', scaled=True)
+    after.resume(before, 10, 'config', scaled=True)
 
 
 def test_what_a_metric_has_done_stays_or_the_resumption_is_refused():
@@ -162,11 +149,3 @@ def test_a_finished_run_says_so_or_becomes_longer(tmp_path):
     check(found, run(tmp_path / 'whole', case.after)[0], 20)
     assert len(said) == 1
     assert 'train_cfg.max_epochs: checkpoint 4, config 6 (taken)' in said[0]
-
-
-def test_a_longer_run_goes_on_with_the_last_rate_and_says_so(tmp_path):
-    before = plan(dict(type='CosineAnnealingLR', T_max=4, end=4))
-    path = interrupted(tmp_path / 'before', before)
-    found, said = run(tmp_path / 'after', dict(before, length=6), path)
-    assert len({found[number][0]['lr'] for number in range(20, 30)}) == 1
-    assert 'Training goes on to max_epochs=6, but the schedules of the learning rate' in said[1]

@@ -1,0 +1,198 @@
+"""Load what fits of a checkpoint, and refuse one from which training cannot go on."""
+
+import re
+from collections import OrderedDict
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+from mmengine.hooks import EMAHook
+from torch import nn
+from torch.optim import Optimizer
+
+from mmdevplug.config.fields import shortened
+from mmdevplug.errors import CheckpointError, DevPlugError
+from mmdevplug.patches.load_weights import load_weights
+from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.logs import log_warning
+
+from .reading import newest_files, read_checkpoint
+
+#: Arguments that releases of PyTorch have added, and how the step is computed.
+_OPTIONAL = {'capturable', 'decoupled_weight_decay', 'differentiable', 'foreach', 'fused'}
+_OPTIONAL |= {'maximize'}
+
+
+def refusal(
+    where: str, said: str, advice: str = 'Resume with the config of the checkpoint'
+) -> CheckpointError:
+    """Return the error for a checkpoint that does not fit, with what to do."""
+    return CheckpointError(
+        f'{said} {advice}; or take the weights alone, without --resume: --cfg-options '
+        f'load_from={where}.'
+    )
+
+
+def load_model(
+    model: nn.Module,
+    checkpoint: Dict[str, Any],
+    filename: str,
+    strict: bool,
+    revise_keys: Sequence[Tuple[str, str]],
+    resuming: bool = False,
+) -> Optional[str]:
+    """Load the weights of a checkpoint into a bare model.
+
+    Args:
+        model (nn.Module): Changed in place.
+        checkpoint (dict): As read, with a ``state_dict``.
+        filename (str): For messages.
+        strict (bool): Whether to refuse a checkpoint that does not fit in full.
+        revise_keys (sequence of tuple): Patterns and what replaces them in its keys.
+        resuming (bool): Whether the optimizer's states follow: then all trained parameters have
+            to fit. Defaults to False.
+
+    Returns:
+        str or None: What does not fit, which was also logged; None if everything does.
+
+    Raises:
+        CheckpointError: If nothing fits.
+    """
+    weights = checkpoint['state_dict']
+    releases = getattr(weights, '_metadata', None)  # of the modules that wrote it
+    for pattern, replacement in revise_keys:
+        weights = {re.sub(pattern, replacement, key): value for key, value in weights.items()}
+    weights = OrderedDict(weights)
+    weights._metadata = releases
+    fit = load_weights(model, weights)
+    fit.refuse_if_nothing_fits(filename, weights)
+    if fit.complete:
+        return None
+    text = fit.describe(filename)
+    if strict:
+        raise CheckpointError(f'{text} Expected all of it: strict=True.')
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    lacking = {*fit.missing, *(refused.split(':')[0] for refused in fit.refused)}
+    if resuming and lacking & trained:
+        raise refusal(filename, f'Cannot resume: {text} The optimizer has no states for these.')
+    log_warning(text)
+    return text
+
+
+@contextmanager
+def explaining_other_run(filename: str) -> Iterator[None]:
+    """Explain errors of MMEngine and PyTorch when states of another run are restored."""
+    try:
+        yield
+    except (KeyError, ValueError, RuntimeError) as error:
+        of_states = not isinstance(error, RuntimeError) or 'state_dict' in str(error)
+        if isinstance(error, DevPlugError) or not of_states:
+            raise
+        said = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
+        other = 'It is of a run with another model, optimizer, schedule or other hooks.'
+        said = f'Cannot resume from checkpoint {filename}: {said}. {other}'
+        raise refusal(filename, said) from error
+
+
+def check_complete(
+    checkpoint: Mapping[str, Any], filename: str, with_schedulers: bool, work_dir: str
+) -> None:
+    """Refuse a checkpoint without the state of the optimizer or of the schedulers.
+
+    Args:
+        checkpoint (dict): What was read.
+        filename (str): Of which file.
+        with_schedulers (bool): Whether it must hold states of schedulers.
+        work_dir (str): The folder to look for a complete one in, besides that of the file.
+    """
+    lacking = _lacking(checkpoint, with_schedulers)
+    if not lacking:
+        return
+    folders = [*dict.fromkeys([Path(filename).parent, Path(work_dir)])]
+    advice = f'There is none in {" or ".join(map(str, folders))}: save the optimizer, too'
+    for path in newest_files(folders):
+        with suppress(CheckpointError, OSError):
+            if not _lacking(read_checkpoint(str(path)), with_schedulers):
+                advice = f'Resume from the newest complete one, {path}'
+                break
+    if lacking == ['param_schedulers']:
+        advice += "; or take the config's schedules, with --resume-settings config"
+    said = (
+        f'--resume {filename}: this checkpoint holds no {" and no ".join(lacking)}, so training '
+        f'would start its optimizer and schedules over. Expected a complete checkpoint, as those '
+        f'of save_best are with default_hooks.checkpoint.resumable_best=True.'
+    )
+    raise refusal(filename, said, advice)
+
+
+def _lacking(checkpoint: Mapping[str, Any], with_schedulers: bool) -> List[str]:
+    keys = ['meta', 'message_hub', 'optimizer'] + ['param_schedulers'] * with_schedulers
+    lacking = [key for key in keys if key not in checkpoint]
+    meta = checkpoint.get('meta', dict.fromkeys(('epoch', 'iter')))
+    return lacking + [f'meta.{key}' for key in ('epoch', 'iter') if key not in meta]
+
+
+def check_names(saved: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    """Refuse the states of other optimizers than those of the config, '' being a single one."""
+    found, names = [''] if 'param_groups' in saved else sorted(saved), sorted(names)
+    if found != names:
+        one, other = (
+            'one optimizer' if some == [''] else f'optimizers {", ".join(some)}'
+            for some in (found, names)
+        )
+        raise refusal(where, f'{where} holds {one}, and the config has {other}.')
+
+
+def check_optimizer(
+    optimizer: Optimizer,
+    kind: str,
+    saved: Mapping[str, Any],
+    saved_kind: Optional[str],
+    where: str,
+) -> None:
+    """Refuse the state of another optimizer, or of other groups of parameters.
+
+    Args:
+        optimizer (Optimizer): Of the config.
+        kind (str): The name of its class.
+        saved (dict): The state.
+        saved_kind (str, optional): The class of which it is, unless any with its settings will do.
+        where (str): The checkpoint.
+    """
+    groups, mine = saved['param_groups'], optimizer.param_groups
+    if set(optimizer.defaults) - _OPTIONAL - set(groups[0]) or saved_kind not in (None, kind):
+        states = sorted({name for one in saved['state'].values() for name in one})
+        named = saved_kind or f'an optimizer with {", ".join(states) or "no state"}'
+        said = f'the state of {named}, and the config has optim_wrapper.optimizer {kind}'
+        raise refusal(where, f'{where} holds {said}.')
+    sizes = [[len(group['params']) for group in some] for some in (groups, mine)]
+    if sizes[0] != sizes[1]:
+        one, other = (
+            f'{len(each)} group(s) of {shortened(each)[1:-1]} parameter(s)' for each in sizes
+        )
+        said = f'{one} of the optimizer {kind}, and the config has {other}'
+        raise refusal(where, f'{where} holds {said} (paramwise_cfg, or what requires gradients).')
+
+
+def adapt_to_hooks(runner: AnyRunner, checkpoint: Dict[str, Any], where: str) -> None:
+    """Say whether averaged weights of an EMAHook are in the checkpoint or in the config alone.
+
+    Such a checkpoint has the averages in the place of the weights; without the hook, training
+    goes on with the weights that were trained.
+    """
+    saved = checkpoint.get('ema_state_dict')
+    wanted = any(isinstance(hook, EMAHook) for hook in runner.hooks)
+    if wanted and saved is None:
+        log_warning(
+            f'The config has an EMAHook and {where} holds no averaged weights (ema_state_dict): '
+            f"averaging begins with the checkpoint's weights. For averages from the beginning, "
+            f'train anew without --resume: --cfg-options load_from={where}.'
+        )
+    if saved is not None and not wanted:
+        trained = {name[7:]: saved[name] for name in saved if name.startswith('module.')}
+        checkpoint['state_dict'].update(trained)
+        log_warning(
+            f'{where} holds averaged weights of an EMAHook, which the config lacks: training '
+            f'goes on with the weights that were trained, and without averages. To keep them, '
+            f"add custom_hooks=[dict(type='EMAHook')]."
+        )
