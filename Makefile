@@ -71,7 +71,7 @@ ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 # TorchTPU warns of every name in torch.tpu that may change.
 ON_TPU := TPU_ON_CPU=1 PYTHONWARNINGS="ignore:<TorchTpu/"
 
-.PHONY: help install install-xla install-t20 install-tpu demo test test-long test-xla test-t20 test-tpu test-kills test-peers test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
+.PHONY: help install install-xla install-t20 install-tpu standins demo test test-long test-xla test-t20 test-tpu test-kills test-peers test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
@@ -150,7 +150,11 @@ lint: install  ## Check style and that the package is Python 3.8
 	$(BIN)/ruff format --check .
 	$(BIN)/vermin -t=3.8- --no-tips mmdevplug tools demo
 
-test: lint  ## Run the tests that need neither torch_xla nor a GPU, without those that take long
+# Compiled once for each release of PyTorch, into the folder for temporary files.
+standins: install  ## Compile the stand-in cards of the tests
+	PATH="$(abspath $(BIN)):$$PATH" PYTHONPATH=tests/standins/fakecard:tests/standins/native $(BIN)/python -c "import card, native_card; card.build(); card.build_extension('native_group', native_card.GROUP)"
+
+test: lint standins  ## Run the tests that need neither torch_xla nor a GPU, without those that take long
 	$(BIN)/python $(PYTEST) -m "not cuda and not xla and not tpu and not opencl and not t20 and not long"
 
 test-long: install  ## Run the tests on the CPU that take long

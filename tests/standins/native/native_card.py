@@ -18,6 +18,8 @@ from torch import distributed as torch_dist
 
 #: Why a release of PyTorch cannot have this card; None where it can.
 MISSING = card.MISSING
+#: The source of its process group.
+GROUP = Path(__file__).with_name('native_group.cpp')
 
 
 class Vendor(NamedTuple):
@@ -129,7 +131,7 @@ def install(vendor: Vendor) -> types.ModuleType:
     """
     module = card.install(vendor.name, count=_visible_devices(vendor))
     _complete_module(module, vendor)
-    extension = card.build_extension('native_group', Path(__file__).with_name('native_group.cpp'))
+    extension = card.build_extension('native_group', GROUP)
 
     def make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
         host = torch_dist.ProcessGroupGloo(store, rank, size, timeout)
