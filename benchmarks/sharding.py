@@ -95,7 +95,7 @@ def train(model, way, iters):
     import mmdevplug  # noqa: F401
 
     MODELS.register_module(name='Measured', module=build_model(model))
-    times, bytes_sent, tensors = [], [], []
+    times, cpu_times, bytes_sent, tensors = [], [], [], []
 
     def look(*_):
         if len(times) == iters - 1:  # the last iteration, whose time does not count
@@ -121,6 +121,7 @@ def train(model, way, iters):
             if way != 'alone':
                 torch.distributed.barrier()
             times.append(time.perf_counter())
+            cpu_times.append(time.process_time())
             bytes_sent.append(sent())
 
     vocabulary = 4096 if model == 'gpt2-tiny' else 50257
@@ -177,6 +178,7 @@ def train(model, way, iters):
                 peak=memory('VmHWM') - before,
                 tensors=max(tensors) / 2**20,
                 seconds=(times[last] - times[0]) / last,
+                cpu_seconds=(cpu_times[last] - cpu_times[0]) / last,
                 sent=(bytes_sent[last] - bytes_sent[0]) / last / 2**20,
             )
         ),
@@ -236,6 +238,7 @@ def main():
                     tensors_mb=round(max(rank['tensors'] for rank in ranks)),
                     built_mb=round(max(rank['built'] for rank in ranks)),
                     seconds=round(ranks[0]['seconds'], 3),
+                    cpu_seconds=round(sum(rank['cpu_seconds'] for rank in ranks) / nproc, 3),
                     sent_mb=round(ranks[0]['sent']),
                     weights_mb=round(ranks[0]['weights']),
                 )

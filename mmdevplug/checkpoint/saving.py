@@ -1,10 +1,10 @@
 """Save a checkpoint of a runner: on rank 0, in the background, or by the runner's own method."""
 
 import os
-import shutil
 import time
 from concurrent.futures import Future, wait
 from functools import lru_cache
+from itertools import chain, count
 from threading import Thread
 from typing import Any, Callable, Dict, Optional, Sequence
 
@@ -19,18 +19,27 @@ from mmengine.utils import get_git_hash
 
 from mmdevplug.accelerators import rank_device
 from mmdevplug.config.checkpoint import CheckpointOptions
+from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.failure import before_abort
 from mmdevplug.optim.adapt_config import join_consolidation
-from mmdevplug.sharding.states import KEY as SHARDS, collect_states, folder_of
+from mmdevplug.sharding.states import KEY as SHARDS, collect_states
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import loader_of
 from mmdevplug.utils.model import unwrap_model
 
 from .resume_settings import describe_kinds
 from .state_copier import StateCopier
-from .writing import UNFINISHED, is_local, replacing, write_checkpoint, write_pointer
+from .writing import (
+    UNFINISHED,
+    is_local,
+    remove_shards,
+    replacing,
+    shards_path,
+    write_checkpoint,
+    write_pointer,
+)
 
 #: How long an aborting process waits for a checkpoint that is being written, in seconds.
 ABORT_SECONDS = 5.0
@@ -101,7 +110,7 @@ class CheckpointSaver:
             for old in outdated:
                 if old != path and backend.isfile(old):
                     backend.remove(old)
-                    shutil.rmtree(folder_of(old), ignore_errors=True)  # mostly there is none
+                    remove_shards(old)
                 elif old != path and backend.isdir(old):
                     backend.rmtree(old)  # as DeepSpeed saves them
 
@@ -211,7 +220,10 @@ def _shards_folder(runner: AnyRunner, path: Optional[str]) -> Optional[str]:
             f'sharding.sharded_checkpoint=True, and checkpoints go to {path}: expected a folder '
             f'of a file system. Set default_hooks.checkpoint.out_dir, or leave the option out.'
         )
-    return folder_of(path)
+    # Shards of a file that this one replaces stay until it is written.
+    folder = shards_path(path)
+    names = chain([folder], (f'{folder}-{number}' for number in count(1)))
+    return str(gather_json(next(name for name in names if not os.path.exists(name)))[0])
 
 
 def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, Any]:

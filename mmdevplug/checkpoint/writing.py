@@ -3,6 +3,7 @@
 import copyreg
 import ctypes
 import functools
+import glob
 import os
 import pickle
 import shutil
@@ -19,6 +20,7 @@ from mmengine.runner.checkpoint import save_checkpoint
 
 from mmdevplug.errors import CheckpointError, first_line
 from mmdevplug.patches.torch_load import refused_names
+from mmdevplug.sharding.states import KEY as SHARDS
 from mmdevplug.utils import atomic_files
 from mmdevplug.utils.atomic_files import UNFINISHED, PathLike
 from mmdevplug.utils.byte_sizes import format_bytes
@@ -76,6 +78,19 @@ def write_checkpoint(
             save_with_warning(checkpoint, held, path)
         if held.error is not None:
             raise held.error
+    remove_shards(path, checkpoint.get(SHARDS))
+
+
+def shards_path(path: str) -> str:
+    """How the folders begin that may hold the shards of a checkpoint."""
+    return f'{os.path.splitext(path)[0]}.{SHARDS}'
+
+
+def remove_shards(path: str, used: Optional[str] = None) -> None:
+    """Remove the folders with shards of a checkpoint, but the one that it uses."""
+    for folder in glob.glob(f'{glob.escape(shards_path(path))}*'):
+        if os.path.basename(folder) != used:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Pickler(pickle.Pickler):

@@ -19,6 +19,7 @@ from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.move import set_preprocessor_devices
 from mmdevplug.model.norm_layers import check_sync_bn, convert_norm_layers
 from mmdevplug.model.running_stats import keep_running_statistics
+from mmdevplug.utils.host import keep_freed_memory
 from mmdevplug.utils.torch_compat import is_at_least
 
 from .blocks import find_blocks
@@ -55,8 +56,7 @@ class Sharding:
         ranks, device, version = self.options.ranks or 1, context.device, torch.__version__
         self.wanted = context.backend is not None
         world_size = torch_dist.get_world_size() if self.wanted else ranks
-        given = [key for key in ('model_wrapper_cfg', 'compile') if cfg.get(key)]
-        given += ['model_parallel'] if spread else []
+        given = [*filter(cfg.get, ('model_wrapper_cfg', 'compile')), *['model_parallel'] * spread]
         needed = FIRST if device.type in ('cpu', 'cuda') else FIRST_ON_CARDS
         _refuse(
             context.accelerator.compilation.lazy,
@@ -70,6 +70,9 @@ class Sharding:
         _refuse(world_size % ranks, f'with ranks={ranks}: expected a divisor of {world_size}')
         if not self.wanted:
             print_log('sharding has no effect in a single process: start more.', 'current')
+        elif device.type == 'cpu':
+            # Of freed weights of many sizes, glibc would keep more than the whole model.
+            keep_freed_memory(largest=1 << 20)
 
     def build(self, build: Any) -> nn.Module:
         """Build the model, with weights on rank 0 alone."""

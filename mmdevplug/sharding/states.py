@@ -74,11 +74,6 @@ def shard_optimizer_state(optimizer: Any, state_dict: Dict[str, Any]) -> Dict[st
     return dict(state_dict, state=states)
 
 
-def folder_of(path: str) -> str:
-    """The folder with the shards of a checkpoint."""
-    return f'{os.path.splitext(path)[0]}.shards'
-
-
 def collect_states(state: Any, folder: Optional[str], part: str) -> Any:
     """Gather the sharded tensors of a nested state in the host memory of rank 0, or write them.
 

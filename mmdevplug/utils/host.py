@@ -4,21 +4,20 @@ import ctypes
 import os
 from pathlib import Path
 
-#: What ``mallopt`` of glibc sets: its number there, the name of the setting, and the size. Blocks
-#: up to the first size, the largest that glibc takes, come from memory that was freed before; of
-#: that the second size is kept, and the third where a thread allocates.
-_KEPT = (
-    (-3, 'mmap_threshold', 32 << 20),
-    (-1, 'trim_threshold', 256 << 20),
-    (-2, 'top_pad', 64 << 20),
-)
+#: What ``mallopt`` of glibc sets: its number there, the setting, and a factor of a size. Blocks
+#: up to the first come from memory that was freed before; of that the second is kept, the third
+#: where a thread allocates.
+_KEPT = ((-3, 'mmap_threshold', 1), (-1, 'trim_threshold', 8), (-2, 'top_pad', 2))
+#: The largest blocks that glibc keeps.
+LARGEST = 32 << 20
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(largest: int = LARGEST) -> bool:
     """Have glibc keep what an iteration frees, for the next; return whether it does.
 
     By default it returns large blocks to the kernel, which clears every page again that the next
-    iteration touches. What the environment sets is left as it is.
+    iteration touches. Blocks above ``largest`` are returned all the same. What the environment
+    sets is left as it is.
     """
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None) if os.name == 'posix' else None
     tunables = os.environ.get('GLIBC_TUNABLES', '')
@@ -28,8 +27,8 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     done = 0
-    for number, _, size in _KEPT:
-        done += mallopt(number, size)  # 1, or 0 where it refuses a size
+    for number, _, factor in _KEPT:
+        done += mallopt(number, factor * largest)  # 1, or 0 where it refuses a size
     return done == len(_KEPT)
 
 
