@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import replace
-from typing import Any, Iterable, Mapping, Optional
+from typing import Any, Mapping, Optional, Sequence
 
 import torch
 from mmengine.hooks import EMAHook
@@ -139,10 +139,12 @@ class Sharding:
         optimizer.register_load_state_dict_pre_hook(shard_optimizer_state)
         optimizer.register_step_pre_hook(_check_gradients)
 
-    def check_hooks(self, hooks: Iterable[object]) -> None:
-        """Refuse a hook that copies the model."""
+    def check_hooks(self, hooks: Sequence[object]) -> None:
+        """Refuse a hook that copies the model, or its file without the shards."""
         found = [type(hook).__name__ for hook in hooks if isinstance(hook, EMAHook)]
-        _refuse(self.active and found, f'with {found}, which copies the whole model. Keep one')
+        if self.writes_shards and any(getattr(hook, 'published_keys', None) for hook in hooks):
+            found.append('sharded_checkpoint and published_keys')
+        _refuse(self.active and found, f'with {found}, which needs whole weights. Keep one')
 
 
 def _refuse(found: object, text: str) -> None:

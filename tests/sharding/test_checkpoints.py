@@ -1,14 +1,17 @@
 """Checkpoints of sharded trainings: a file or a folder, resumed to the same bits."""
 
 import os
+import re
 
 import pytest
 import torch
 
+from tests.cli.running import DIGITS, mmdevplug
 from tests.jobs import load_file
+from tests.parallel_jobs import build
 from tests.ranks import run_ranks
 
-from .jobs import train
+from .jobs import train, whole
 from .test_training import ADAM, NO_DECAY, pytestmark  # noqa: F401
 
 HALF = 5
@@ -46,28 +49,28 @@ def equal(found, expected):
 def test_a_resumed_run_is_the_run_that_was_interrupted(folder, tmp_path):
     sharding = dict(sharded_checkpoint=folder)
     first = tmp_path / 'first'
-    whole = run_ranks(run, 2, str(first), sharding)
+    complete = run_ranks(run, 2, str(first), sharding)
     path = str(first / f'iter_{HALF}.pth')
     assert os.path.isdir(str(first / f'iter_{HALF}.shards')) is folder
     again = dict(resume=True, load_from=path)
     resumed = run_resumed(2, tmp_path, sharding, again)
-    for one, other in zip(whole, resumed):
+    for one, other in zip(complete, resumed):
         assert other['losses'][HALF:] == one['losses'][HALF:]  # those before are rank 0's alone
         assert equal(other['weights'], one['weights'])
         assert len(one['states']) == len(other['states']) > 0
         assert all(map(torch.equal, one['states'], other['states']))
     for ranks in (0, 4):
         for other in run_resumed(ranks, tmp_path, sharding, again):
-            for name, weight in whole[0]['weights'].items():
+            for name, weight in complete[0]['weights'].items():
                 torch.testing.assert_close(other['weights'][name], weight, rtol=0, atol=1e-5)
     last = str(first / 'iter_10.pth')
     if folder:
         assert 'shards' in load_file(last)
     else:
-        assert equal(load_alone(last), whole[0]['weights'])
+        assert equal(load_alone(last), complete[0]['weights'])
         saved = load_file(last)['optimizer']['state']
         shapes = {each['exp_avg'].shape for each in saved.values()}
-        assert whole[0]['weights']['stem.weight'].shape in shapes
+        assert complete[0]['weights']['stem.weight'].shape in shapes
 
 
 def run_resumed(ranks, tmp_path, sharding, again):
@@ -76,3 +79,59 @@ def run_resumed(ranks, tmp_path, sharding, again):
 
 def run_again(work_dir, sharding, again):
     return run(work_dir, sharding, **again)
+
+
+def overwrite(work_dir):
+    """Save a second time under a name, first as a process that is killed before the file."""
+    from torch.distributed import checkpoint
+
+    options = dict(OPTIONS, default_hooks__checkpoint__interval=1000)
+    sharding = dict(sharded_checkpoint=True)
+    runner = build('twice', 'cpu', work_dir, sharding=sharding, **options)
+    runner.train()
+    weights = {name: whole(value) for name, value in runner.model.state_dict().items()}
+    for parameter in runner.model.parameters():
+        parameter.detach().to_local().zero_()
+    save = checkpoint.save
+
+    def save_and_die(*args, **kwargs):
+        save(*args, **kwargs)
+        raise RuntimeError('killed')
+
+    checkpoint.save = save_and_die
+    try:
+        with pytest.raises(RuntimeError, match='killed'):
+            runner.save_checkpoint(work_dir, 'iter_10.pth')
+    finally:
+        checkpoint.save = save
+    path = os.path.join(work_dir, 'iter_10.pth')
+    found = []
+    for _ in range(2):
+        runner.load_checkpoint(path)
+        found.append({name: whole(each) for name, each in runner.model.state_dict().items()})
+        for parameter in runner.model.parameters():
+            parameter.detach().to_local().fill_(2)
+        runner.save_checkpoint(work_dir, 'iter_10.pth')
+        torch.distributed.barrier()
+    return equal(found[0], weights), {float(each.mean()) for each in found[1].values()}
+
+
+def test_a_save_that_dies_leaves_the_checkpoint_that_it_replaces(tmp_path):
+    assert run_ranks(overwrite, 2, str(tmp_path)) == [(True, {2.0})] * 2
+    assert len(list(tmp_path.glob('iter_10.shards*'))) == 1
+
+
+def test_the_command_tests_the_file_of_a_sharded_training(tmp_path):
+    short = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=1']
+    short += ['default_hooks.checkpoint.interval=1']
+    place = ['--work-dir', str(tmp_path)]
+    trained = mmdevplug(tmp_path, 'train', DIGITS, '--sharded', '--nproc', '2', *place, *short)
+    assert trained.returncode == 0, trained.stderr
+    said = trained.stdout + trained.stderr
+    assert 'sharding: ' in ''.join(each.read_text() for each in tmp_path.rglob('*.log')), said
+    accuracies = {re.findall(r'accuracy: ([\d.]+)', said)[-1]}
+    for ways in ([], ['--nproc', '2', '--cfg-options', 'sharding=True']):
+        tested = mmdevplug(tmp_path, 'test', DIGITS, str(tmp_path / 'epoch_1.pth'), *place, *ways)
+        assert tested.returncode == 0, tested.stderr
+        accuracies.add(re.findall(r'accuracy: ([\d.]+)', tested.stdout + tested.stderr)[-1])
+    assert len(accuracies) == 1

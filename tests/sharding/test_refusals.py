@@ -39,6 +39,13 @@ CASES = dict(
     ),
     ema=(dict(custom_hooks=[dict(type='EMAHook')]), 'EMAHook'),
     ranks=(dict(sharding=dict(ranks=3)), 'a divisor of 2'),
+    published=(
+        dict(
+            sharding=dict(sharded_checkpoint=True),
+            default_hooks__checkpoint__published_keys=['state_dict'],
+        ),
+        'published_keys',
+    ),
     blocks=(dict(sharding=dict(blocks=['Blok'])), "'Blok'], which is neither a class"),
     not_called=(
         dict(
