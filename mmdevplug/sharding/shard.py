@@ -26,10 +26,6 @@ from .blocks import find_blocks
 from .build import build_without_weights, initialize, keep_whole, place
 from .states import shard_optimizer_state
 
-#: The first release whose ``fully_shard`` works on the CPU, and the first whose DTensor gathers
-#: tensors of devices without functional collectives of their own.
-FIRST, FIRST_ON_CARDS = '2.7', '2.13'
-
 
 class Sharding:
     """Builds, shards and initializes the model of a runner, if its config says so.
@@ -57,7 +53,9 @@ class Sharding:
         self.wanted = context.backend is not None
         world_size = torch_dist.get_world_size() if self.wanted else ranks
         given = [*filter(cfg.get, ('model_wrapper_cfg', 'compile')), *['model_parallel'] * spread]
-        needed = FIRST if device.type in ('cpu', 'cuda') else FIRST_ON_CARDS
+        # The first release whose `fully_shard` works on the CPU, and the first whose DTensor gathers
+        # tensors of devices without functional collectives of their own.
+        needed = '2.7' if device.type in ('cpu', 'cuda') else '2.13'
         _refuse(
             context.accelerator.compilation.lazy,
             f'on {device}: FSDP2 frees gathered weights between operations, and those of a lazy '
