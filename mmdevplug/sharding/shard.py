@@ -53,7 +53,7 @@ class Sharding:
         self.wanted = context.backend is not None
         world_size = torch_dist.get_world_size() if self.wanted else ranks
         given = [*filter(cfg.get, ('model_wrapper_cfg', 'compile')), *['model_parallel'] * spread]
-        # The first release whose `fully_shard` works on the CPU, and the first whose DTensor gathers
+        # The first release whose fully_shard works on the CPU, and the first whose DTensor gathers
         # tensors of devices without functional collectives of their own.
         needed = '2.7' if device.type in ('cpu', 'cuda') else '2.13'
         _refuse(
