@@ -62,8 +62,8 @@ never at import, and `restore_mmengine()` restores it: the value that `get_devic
 index types of `InstanceData`, the device in names of log files, `load_state_dict`, `autocast`, and
 on lazy devices the accuracy of heads of mmseg; loaders of checkpoints are registered anew.
 `torch.load` is patched while a checkpoint is loaded or `init_weights` of a model runs, for the
-calling thread alone. Where the backend refuses the tensors of the device, the collectives of
-`torch.distributed` are patched from the start of the process group on.
+calling thread alone. Collectives are not patched: where gloo refuses the tensors of the device, the
+process group is one of [our backend `staged`](staged.md), which takes them.
 [The list of all patches](patches.md) has the reason for each and how long it is active.
 
 For MMEngine without a runner, for inference for example, call it yourself:
@@ -121,7 +121,7 @@ MMEngine 0.10.7 中所有假设设备种类之处：假设不成立时它自身�
 的返回值、`InstanceData` 的索引类型、日志文件名中的设备、`load_state_dict`、
 `autocast`，以及惰性设备上 mmseg 解码头的准确率函数；检查点的加载器则重新注册。
 `torch.load` 仅在加载检查点或模型的 `init_weights` 运行期间有补丁，且只影响调用它的线程。
-后端不接收设备张量时，`torch.distributed` 的集合通信函数自进程组建立起有补丁。
+集合通信函数没有补丁：gloo 不接收设备张量时，进程组使用[我们的后端 `staged`](staged.md)，由它接收。
 [全部补丁的列表](patches.md)写明每个补丁的原因和有效期。
 
 不使用 runner 时（例如推理），请自行调用：
