@@ -62,8 +62,8 @@ never at import, and `restore_mmengine()` restores it: the value that `get_devic
 index types of `InstanceData`, the device in names of log files, `load_state_dict`, `autocast`, and
 on lazy devices the accuracy of heads of mmseg; loaders of checkpoints are registered anew.
 `torch.load` is patched while a checkpoint is loaded or `init_weights` of a model runs, for the
-calling thread alone. Collectives are not patched: where gloo refuses the tensors of the device, the
-process group is one of [our backend `staged`](staged.md), which takes them.
+calling thread alone. Collectives are not patched: where gloo refuses the tensors of the device,
+the process group is one of [our backend `staged`](staged.md), which takes them.
 [The list of all patches](patches.md) has the reason for each and how long it is active.
 
 For MMEngine without a runner, for inference for example, call it yourself:
