@@ -110,8 +110,8 @@ ROWS = {
         'runner/runner.py `_init_model_weights`',
         'one broadcast for each tensor, and one execution on a lazy device',
         '每个张量一次广播，在惰性设备上各执行一次',
-        'initializes where `initial_weights` says (on the device with CUDA, on the host elsewhere) '
-        'and broadcasts a few packed tensors',
+        'initializes where `initial_weights` says (on the device with CUDA, on the host elsewhere)'
+        ' and broadcasts a few packed tensors',
         '在 `initial_weights` 指定处初始化（CUDA 上在设备上，其他设备在主机上），合并后广播',
     ),
     10: Row(
