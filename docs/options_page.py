@@ -97,7 +97,8 @@ arguments of that hook. See [resuming](resuming.md).""",
             "使所有设备得到相同的权重，`'device'` 得到只用 MMEngine 时在该设备上抽取的权重。"
             "`'auto'`：CUDA 上在设备上，其他设备以及分布在多个设备上的模型在主机上。"
             '分片的模型总是在主机上抽取。',
-            'accelerator.memory': '记录主机与设备的内存；主机内存翻倍时警告。',
+            'accelerator.memory': '记录主机内存，翻倍时警告；'
+            '模型分到多个设备时，也记录每个设备的内存。',
             'accelerator.pad_to': '把一批图像填充到的尺寸：某数的倍数、一个尺寸，'
             '或多个尺寸，取能容纳该批的最小者。',
             'accelerator.preemption': '收到 SIGTERM、SIGINT、SIGHUP 和 SIGUSR1 '

@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 
 from mmdevplug.config.pad_to import PadTo, Size, round_up
 from mmdevplug.errors import DevPlugError, ModelError
-from mmdevplug.utils.logs import log_warning
 
 #: Names of the same attribute in different libraries.
 PAD_VALUE = ('pad_value', 'pad_val')
@@ -154,23 +153,7 @@ def install_padding(model: nn.Module, pad_to: PadTo) -> None:
         if pad_to.multiple is not None
         else 'the smallest that holds them of ' + ', '.join(map(str, pad_to.buckets))
     )
-    if any(hasattr(part, 'seg_pad_val') for part in preprocessors):
-        _warn_of_diluted_losses(model)
     print_log(f'pad_to: batches of images are padded to {sizes}.', 'current')
-
-
-def _warn_of_diluted_losses(model: nn.Module) -> None:
-    """Name losses that count padding as pixels without loss, which is mmseg's default."""
-    diluted = [
-        name for name, part in model.named_modules() if vars(part).get('avg_non_ignore') is False
-    ]
-    if diluted:
-        log_warning(
-            f'pad_to: {", ".join(diluted)} averages over all pixels, padding included, so more '
-            f'padding makes losses and gradients smaller. To average over the pixels of the '
-            f'images, set avg_non_ignore=True in loss_decode; on a lazy device each loss then '
-            f'costs one more execution.'
-        )
 
 
 def _images(data: object) -> Sequence[Tensor]:

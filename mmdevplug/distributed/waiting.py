@@ -20,9 +20,7 @@ from mmdevplug.fault_tolerance.store_barrier import (
 from mmdevplug.utils.torch_compat import get_text, set_text
 
 
-def wait_for_everyone(
-    phase: str, timeout: Timeout = None, past: Optional[Tuple[str, str]] = None
-) -> None:
+def wait_for_everyone(phase: str, timeout: Timeout = None) -> None:
     """Wait until every rank has come here; does nothing in a single process.
 
     It is no collective: it uses the store. Once a minute one rank says where each rank is.
@@ -31,8 +29,6 @@ def wait_for_everyone(
         phase (str): What is being done, for messages; the same on all ranks.
         timeout (float or timedelta, optional): In seconds. Defaults to None: the timeout of the
             process group.
-        past (tuple of str, optional): The phase of ranks that have passed this point and will not
-            come, and what to say then. Defaults to None: each may still come.
 
     Raises:
         RankFailedError: If a rank has not come in time, or failed meanwhile.
@@ -47,7 +43,7 @@ def wait_for_everyone(
     # The same keys every time: some callers come here in every iteration, and the store lives in
     # the memory of one process.
     prefix = f'mmdevplug/waiting/{phase}'
-    leave_together(store, env, prefix, meet(store, env, prefix, phase, _limit(timeout), past))
+    leave_together(store, env, prefix, meet(store, env, prefix, phase, _limit(timeout)))
 
 
 def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None) -> Any:

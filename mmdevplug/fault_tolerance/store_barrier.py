@@ -5,7 +5,7 @@ import logging
 import time
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Callable, Iterator, Optional, Tuple, TypeVar
+from typing import Any, Callable, Iterator, Optional, TypeVar
 
 from torch import distributed as torch_dist
 
@@ -24,8 +24,6 @@ from .failure import (
 
 #: How long a rank that is about to end keeps the store alive for the others to read it.
 LEAVE_SECONDS = 10.0
-#: A rank that has been in a phase for so long does not leave it for a meeting before it.
-STAYED_SECONDS = 10.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
 
 Result = TypeVar('Result')
@@ -62,12 +60,10 @@ def wait_for_counter(
     target: int,
     stage: str,
     timeout: timedelta,
-    past: Optional[Tuple[str, str]] = None,
 ) -> None:
     """Wait until a counter in the store reaches a number.
 
-    Ranks that wait here are in a phase that says so, the others are missing. One that stays in the
-    phase ``past[0]`` has passed this point and will not come; ``past[1]`` says why.
+    Ranks that wait here are in a phase that says so, the others are missing.
 
     Raises:
         RankFailedError: If the number is not reached in time, or another rank failed meanwhile.
@@ -78,19 +74,8 @@ def wait_for_counter(
         if store.add(key, 0) >= target:
             return True
         raise_if_another_failed()
-        if past is not None and watch is not None and time.monotonic() >= due[0]:
-            due[0] += STAYED_SECONDS
-            found = [watch.heartbeat.read(rank) for rank in watch.others]
-            stayed = [
-                rank
-                for rank, seen in zip(watch.others, found)
-                if seen and seen.beat.phase == past[0] and seen.beat.seconds >= STAYED_SECONDS
-            ]
-            if stayed:
-                raise watch.report_ranks(stayed, past[1], alive=True)
         return False
 
-    due = [time.monotonic() + STAYED_SECONDS]
     enter_phase(here)
     try:
         if wait_until(reached, timeout.total_seconds()):
@@ -137,12 +122,7 @@ def in_store(env: LaunchEnv, stage: str) -> Iterator[None]:
 
 
 def meet(
-    store: 'torch_dist.Store',
-    env: LaunchEnv,
-    prefix: str,
-    stage: str,
-    timeout: timedelta,
-    past: Optional[Tuple[str, str]] = None,
+    store: 'torch_dist.Store', env: LaunchEnv, prefix: str, stage: str, timeout: timedelta
 ) -> int:
     """Wait until all ranks are here; return how often its keys have been used, with this time.
 
@@ -155,7 +135,7 @@ def meet(
         key = f'{prefix}/arrived'
         # All have arrived at a meeting before any can arrive at the next.
         number = -(-store.add(key, 1) // env.world_size)
-        wait_for_counter(store, env, key, number * env.world_size, stage, timeout, past=past)
+        wait_for_counter(store, env, key, number * env.world_size, stage, timeout)
     # A rank that comes too late finds the arrivals of ranks that have given up.
     raise_if_another_failed()
     return number

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mmdevplug.accelerators import devices_of, enter_rank_device
 from mmdevplug.accelerators.detection import AcceleratorConfig
+from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.host.predictions import training_step
@@ -20,7 +21,7 @@ from mmdevplug.utils.annotations import AnyOptimWrapper
 
 from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
-from .trainable_set import check_optimizers, wait_for_change
+from .trainable_set import COMPARING, check_optimizers
 from .unused_parameters import naming_parameters
 from .wrapper import DeviceDistributedDataParallel
 
@@ -97,10 +98,10 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         _check_own_parameters(self.module)
         names = self._unwrapped()
         if names:
-            wait_for_change(', '.join(names))
+            print_log(f'Averaged from here on: gradients of {", ".join(names)}.', 'current')
+            wait_for_everyone(COMPARING)
             check_same_model(self.module)
             self._wrap(names)
-            print_log(f'Averaged from here on: gradients of {", ".join(names)}.', 'current')
 
     @property
     def parts(self) -> List[DeviceDistributedDataParallel]:

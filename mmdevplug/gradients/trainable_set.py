@@ -8,16 +8,17 @@ would train different models from then on.
 from contextlib import contextmanager
 from typing import Dict, Iterator, List, Optional, Sequence
 
-from torch import Tensor, distributed as torch_dist, nn
+from torch import Tensor, nn
 
-from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import ModelError
-from mmdevplug.fault_tolerance.failure import current_phase
 from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
 
 from .unused_parameters import list_names
+
+#: The phase of a rank that waits until all have noticed that other parameters are trained.
+COMPARING = 'comparing the parameters that are trained'
 
 
 class TrainableSet:
@@ -88,18 +89,6 @@ class TrainableSet:
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
-
-
-def wait_for_change(change: str) -> None:
-    """Wait until all ranks have noticed that other parameters are trained."""
-    phase = current_phase()
-    why = (
-        f'it trains as before, while on rank {torch_dist.get_rank()} other parameters are trained '
-        f'({change}). Expected the same on all ranks; look for a requires_grad_() or '
-        f'add_param_group() that depends on the rank or its data'
-    )
-    past = (phase, why) if phase.startswith('train: iteration') else None
-    wait_for_everyone('comparing the parameters that are trained', past=past)
 
 
 def check_optimizers(

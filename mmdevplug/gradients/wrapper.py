@@ -17,6 +17,7 @@ from mmdevplug.accelerators import devices_of, enter_rank_device
 from mmdevplug.accelerators.backend import suits_native_ddp
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.distributed.coalesced import broadcast_tensors
+from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.loss_path import check_loss
@@ -32,7 +33,7 @@ from mmdevplug.utils.torch_compat import is_at_least
 
 from .ddp_hook import BucketAveraging
 from .model_signature import check_same_model
-from .trainable_set import TrainableSet, check_optimizers, wait_for_change
+from .trainable_set import COMPARING, TrainableSet, check_optimizers
 from .unused_parameters import naming_parameters, refuse_unreduced
 from .wrapper_arguments import (
     averaging_options,
@@ -224,10 +225,14 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         """
         group, before = self._users_group, self._trainable
         self._trainable = TrainableSet(self.module, before.tolerates_unused, before)
-        change = self._trainable.describe_change(before)
+        print_log(
+            f'Parameters of {type(self.module).__name__} began or ceased to be trained. Averaged '
+            f'from here on: {self._trainable.describe_change(before)}.',
+            'current',
+        )
         if group is None:
             # Others may have noticed nothing, and must not take this for their next average.
-            wait_for_change(change)
+            wait_for_everyone(COMPARING)
         check_same_model(self.module, group)
         elsewhere = misplaced_tensors(self.module, self.device) if len(self._devices) == 1 else {}
         if elsewhere:
@@ -242,11 +247,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             broadcast_tensors(self._trainable.new, self.accelerator, group)
             self._start_staging()
         self._loss_checked = False
-        print_log(
-            f'Parameters of {type(self.module).__name__} began or ceased to be trained. Averaged '
-            f'from here on: {change}.',
-            'current',
-        )
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Call the module; see :meth:`torch.nn.parallel.DistributedDataParallel.forward`."""

@@ -1,8 +1,7 @@
 """Check that everything is on this rank's device, and materialize lazy devices."""
 
 import traceback
-from operator import itemgetter
-from typing import Any, Dict, Iterable, Iterator, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import torch
 from mmengine.hooks import Hook
@@ -14,9 +13,7 @@ from torch.optim import Optimizer
 from mmdevplug.accelerators import rank_device, rank_devices, to_device
 from mmdevplug.data.endless import check_endless
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
-from mmdevplug.sharding.states import is_sharded
 from mmdevplug.utils.annotations import AnyRunner
-from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.loops import metrics_of
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
 
@@ -33,12 +30,11 @@ class DeviceHook(Hook):
     priority = 'HIGHEST'
 
     def __init__(self) -> None:
-        self._logged = False
         self._modes: List[Tuple[nn.Module, bool]] = []
         self._warned_of_eval, self._validating = False, ''
 
     def before_run(self, runner: AnyRunner) -> None:
-        """Move what is on another device, with a warning, and log the map once.
+        """Move what is on another device, with a warning.
 
         Loops over epochs need data that ends.
         """
@@ -60,9 +56,6 @@ class DeviceHook(Hook):
                 f'Moved there.'
             )
             self._repair(runner.model, model, optimizers, device)
-        if not self._logged:
-            runner.logger.info(f'Device map: {_device_map(model, optimizers)}')
-            self._logged = True
 
     @staticmethod
     def _repair(
@@ -175,49 +168,23 @@ def _place_of_state(parameter: Tensor, device: torch.device) -> torch.device:
     return parameter.device if len(rank_devices()) > 1 else device
 
 
-def _state(optimizers: List[Optimizer]) -> Iterator[Tuple[str, Tensor, Tensor]]:
+def _misplaced_state(optimizers: List[Optimizer], device: torch.device) -> Dict[str, torch.device]:
+    found, devices = {}, rank_devices()
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         for index, (parameter, state) in enumerate(optimizer.state.items()):
+            place = _place_of_state(parameter, device)
             for name, value in state.items():
-                if _belongs_on_device(value):
-                    yield f'{kind} state {name} of parameter {index}', value, parameter
-
-
-def _misplaced_state(optimizers: List[Optimizer], device: torch.device) -> Dict[str, torch.device]:
-    found, devices = {}, rank_devices()
-    for name, value, parameter in _state(optimizers):
-        if not same_device(value.device, _place_of_state(parameter, device)):
-            found[name] = value.device
-    for optimizer in optimizers:
+                if _belongs_on_device(value) and not same_device(value.device, place):
+                    found[f'{kind} state {name} of parameter {index}'] = value.device
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group['params']):
                 for one in devices:
                     if same_device(parameter.device, one):
                         break
                 else:
-                    name = f'{type(optimizer).__name__} parameter {index} of group {number}'
-                    found[name] = parameter.device
+                    found[f'{kind} parameter {index} of group {number}'] = parameter.device
     return found
-
-
-def _device_map(model: nn.Module, optimizers: List[Optimizer]) -> str:
-    held: Dict[Tuple[str, str], List[int]] = {}
-    kinds: Dict[str, Iterable[Tensor]] = dict(
-        parameters=model.parameters(),
-        buffers=model.buffers(),
-        **{'optimizer state': list(map(itemgetter(1), _state(optimizers)))},
-    )
-    for kind, tensors in kinds.items():
-        for tensor in tensors:
-            tensor = tensor.to_local() if is_sharded(tensor) else tensor
-            count_and_size = held.setdefault((kind, str(tensor.device)), [0, 0])
-            count_and_size[0] += 1
-            count_and_size[1] += tensor.numel() * tensor.element_size()
-    return '; '.join(
-        f'{device} holds {count} {kind} ({format_bytes(size)})'
-        for (kind, device), (count, size) in held.items()
-    )
 
 
 class MetricResults:

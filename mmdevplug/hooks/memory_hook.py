@@ -6,7 +6,6 @@ from time import perf_counter
 from typing import Dict, Optional, Tuple
 
 import psutil
-from mmengine import device as mmengine_device
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
@@ -30,9 +29,9 @@ class MemoryHook(Hook):
     """Log memory, and warn if that of the host doubles.
 
     The log line has ``host_memory``, the MB of host memory that this process and the workers of
-    its data loaders use, where pages that they share count once, and
-    ``memory``, the most MB that were in use on the device, if its vendor reports them; MMEngine's
-    own column of that name stays where there is one. Both are from the last sample.
+    its data loaders use, where pages that they share count once; and for a model over several
+    devices the most MB that were in use on each, if their vendor reports them. Both are from the
+    last sample. The column ``memory`` is that of our log processor.
 
     One warning in a run says that ``host_memory`` has doubled since iteration 10, and grew by more
     than 256 MB. None of this runs anything on a lazy device.
@@ -61,14 +60,11 @@ class MemoryHook(Hook):
         of_workers, workers = self._measure_workers()
         used = self._process.memory_info().rss + of_workers
         shown = {'train/host_memory': used // MB}
-        for device in devices:
-            peak = accelerator.max_memory_allocated(device)
-            if peak is None:
-                continue
-            if device == devices[0] and not _shown_by_mmengine():
-                shown['train/memory'] = peak // MB
-            if len(devices) > 1:  # a model over several
-                shown[f'train/memory_{device}'] = peak // MB
+        if len(devices) > 1:  # a model over several; the log has a column for one
+            for device in devices:
+                peak = accelerator.max_memory_allocated(device)
+                if peak is not None:
+                    shown[f'train/memory_{device}'] = peak // MB
         runner.message_hub.update_scalars(shown, resumed=False)
         if self._done == SETTLED:
             self._settled = used
@@ -112,10 +108,3 @@ class MemoryHook(Hook):
 
 def _has_doubled(before: int, used: int) -> bool:
     return used >= 2 * before and used - before > LEAST_GROWTH
-
-
-def _shown_by_mmengine() -> bool:
-    """Whether MMEngine's log processor has a column ``memory`` of its own."""
-    # 0.10.0 does not know MUSA.
-    is_musa_available = getattr(mmengine_device, 'is_musa_available', None)
-    return mmengine_device.is_cuda_available() or bool(is_musa_available and is_musa_available())

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, ContextManager, Dict, List, Optional, Union
 from weakref import ref
@@ -269,20 +269,6 @@ class DeviceRunner(Runner):
         check_sparse_gradients(self.model, self.device_context)
         return built
 
-    def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Optional[Dict] = None) -> None:
-        """Scale learning rates as MMEngine does; warn if they are for another batch and stay."""
-        super().scale_lr(optim_wrapper, auto_scale_lr)
-        base = (auto_scale_lr or {}).get('base_batch_size')
-        size = getattr(self.train_dataloader, 'batch_size', None)
-        if base is None or auto_scale_lr.get('enable') or size is None:
-            return
-        if size * self.world_size != base:
-            self.logger.warning(
-                f'auto_scale_lr.base_batch_size={base}, but {size * self.world_size} samples make '
-                f'a batch ({size} on each of {self.world_size} rank(s)), and the learning rate is '
-                f'not scaled: train with --auto-scale-lr, or set auto_scale_lr.enable=True.'
-            )
-
     def build_param_scheduler(self, scheduler: object) -> Any:
         """Build schedulers; see :meth:`mmengine.runner.Runner.build_param_scheduler`."""
         if self.scheduler_config is None:
@@ -478,10 +464,7 @@ class DeviceRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all ranks, and their messages name it."""
-        with self._run('train'), ExitStack() as held:
-            for hook in self.hooks:
-                if hasattr(hook, 'close_silence_watch'):  # of CompilationHook
-                    held.callback(hook.close_silence_watch)
+        with self._run('train'):
             enter_phase('data preparation')
             model = super().train()
             wait_for_everyone('end of training')

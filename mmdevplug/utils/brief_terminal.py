@@ -12,7 +12,6 @@ LEFT_OUT = (
     'Text logs will be saved to ',
     'Saving checkpoint at ',
     'paramwise_options -- ',  # one for each option of each parameter
-    'Device map: ',
     'The prefix is not set in metric class ',
     '"FileClient" will be deprecated in future',
     '"HardDiskBackend" is the alias of ',

@@ -1,6 +1,5 @@
 """Long work shows that it goes on; short work prints nothing, and no thread is left."""
 
-import sys
 import threading
 import time
 
@@ -9,14 +8,13 @@ import pytest
 from mmdevplug.accelerators.lazy import FIRST_GRAPHS
 from mmdevplug.checkpoint.writing import write_checkpoint
 from mmdevplug.utils import progress
-from mmdevplug.utils.progress import SilenceWatch, show_progress
+from mmdevplug.utils.progress import show_progress
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """The first line after a twentieth of a second."""
     monkeypatch.setattr(progress, 'IN_LOG', (0.05, 0.1))
-    monkeypatch.setattr(progress, 'ON_TERMINAL', (0.05, 0.05))
 
 
 def threads():
@@ -55,7 +53,7 @@ def test_an_error_ends_the_lines(quick):
     assert not threads()
 
 
-def test_where_there_is_no_terminal_lines_go_to_the_standard_error(quick, capfd):
+def test_lines_go_to_the_standard_error(quick, capfd):
     printed = []
 
     def has_printed():
@@ -64,30 +62,6 @@ def test_where_there_is_no_terminal_lines_go_to_the_standard_error(quick, capfd)
 
     with show_progress('planning a model'):
         wait_for(has_printed)
-
-
-def test_a_terminal_gets_one_line_that_is_removed(quick, monkeypatch):
-    class Terminal:
-        encoding, text = 'utf-8', ''
-
-        def isatty(self):
-            return True
-
-        def write(self, text):
-            Terminal.text += text
-
-        def flush(self):
-            pass
-
-        def fileno(self):
-            raise OSError
-
-    monkeypatch.setenv('TERM', 'xterm')
-    monkeypatch.setattr(sys, 'stderr', Terminal())
-    with show_progress('planning a model'):
-        wait_for(lambda: 'planning a model, 0 s so far' in Terminal.text)
-    assert Terminal.text.endswith('\x1b[1A\x1b[2K')  # the line before is erased
-    assert not threads()
 
 
 def test_ranks_but_the_first_are_silent(quick, monkeypatch):
@@ -138,19 +112,3 @@ def test_first_graphs_of_a_lazy_device(quick, monkeypatch):
         accelerator.compilation.materialize()
     assert lines[0] == 'compiling the first graphs, 0 s so far'
     assert [len(found) for found in calls] == [1] * FIRST_GRAPHS + [0]
-
-
-def test_silence_is_broken_until_it_ends(monkeypatch):
-    lines = []
-    monkeypatch.setattr(progress, 'write_log', lines.append)
-    watch = SilenceWatch(lambda seconds: f'{seconds:.2f} s of silence', seconds=0.1)
-    wait_for(lambda: len(lines) == 2)
-    assert float(lines[0].split()[0]) >= 0.1
-    assert float(lines[1].split()[0]) >= 0.2
-    watch.restart()
-    wait_for(lambda: len(lines) == 3)
-    assert float(lines[2].split()[0]) < 0.2
-    watch.close()
-    told = len(lines)
-    time.sleep(0.3)
-    assert len(lines) == told

@@ -9,7 +9,6 @@ from mmengine.model import BaseDataPreprocessor, ImgDataPreprocessor
 from torch import nn
 
 from mmdevplug.config.pad_to import read_pad_to
-from mmdevplug.data import padding
 from mmdevplug.data.padding import install_padding
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.patches.mmengine import restore_mmengine
@@ -412,17 +411,6 @@ def test_predictions_of_a_segmentor_have_the_size_of_the_image(test_cfg):
     torch.testing.assert_close(
         results[1].seg_logits.data, results[0].seg_logits.data, rtol=1e-5, atol=1e-5
     )
-
-
-def test_a_loss_that_padding_makes_smaller_is_named(monkeypatch):
-    need_mmcv_operations()
-    messages = []
-    monkeypatch.setattr(padding, 'log_warning', messages.append)
-    alone, _ = segmentation_losses(segmentor(None, False, size=(20, 30)), (20, 30))
-    assert messages == []
-    diluted, _ = segmentation_losses(segmentor((40, 60), False, size=(20, 30)), (20, 30))
-    assert (diluted / alone).item() == pytest.approx(1 / 4, rel=1e-5)
-    assert 'decode_head.loss_decode averages over all pixels' in messages[0]
 
 
 def test_counting_with_masks_is_mmsegs_accuracy(monkeypatch):

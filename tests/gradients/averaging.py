@@ -8,7 +8,7 @@ from torch import nn
 from tests.jobs import weights_of
 
 
-def start(accelerator):
+def start(accelerator, timeout=60):
     """Start the process group on a device; returns its context."""
     from mmdevplug import init_device
     from tests.columns import backend_of
@@ -16,7 +16,7 @@ def start(accelerator):
 
     install_card(accelerator)
     backend = backend_of(accelerator)
-    return init_device('pytorch', accelerator, forced_backend=backend, timeout=60)
+    return init_device('pytorch', accelerator, forced_backend=backend, timeout=timeout)
 
 
 def rank():
