@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 from collections import defaultdict, deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Set
@@ -37,21 +37,30 @@ _BEGIN = 2
 
 
 @contextmanager
-def replacing(path: PathLike) -> Iterator[Path]:
-    """Write a file of a run; raise CheckpointError if :func:`atomic_files.replacing` cannot."""
+def explaining(what: str, folder: PathLike) -> Iterator[None]:
+    """Raise CheckpointError if the disk refuses something."""
     try:
-        with atomic_files.replacing(path) as unfinished:
-            yield unfinished
+        yield
     except (OSError, RuntimeError) as error:
         # PyTorch's writer reports what the disk says as RuntimeError.
         if isinstance(error, CheckpointError):
             raise
+        with suppress(OSError):
+            free = format_bytes(shutil.disk_usage(str(folder)).free)
+            what = f'{what} ({free} are free there)'
         raise CheckpointError(
-            f'cannot write {path}: {type(error).__name__}: {first_line(error)} '
-            f'({_free_space(Path(path).parent)}). What was saved before is untouched. Make room '
-            f'or mend the permissions, or choose another folder: '
+            f'cannot {what}: {type(error).__name__}: {first_line(error)}. What was saved before '
+            f'is untouched. Make room or mend the permissions, or choose another folder: '
             f'default_hooks.checkpoint.out_dir or --work-dir.'
         ) from error
+
+
+@contextmanager
+def replacing(path: PathLike) -> Iterator[Path]:
+    """Write a file of a run; raise CheckpointError if :func:`atomic_files.replacing` cannot."""
+    with explaining(f'write {path}', Path(path).parent):
+        with atomic_files.replacing(path) as unfinished:
+            yield unfinished
 
 
 def write_text(text: str, path: PathLike) -> None:
@@ -204,13 +213,8 @@ def join(folder: str, name: str, backend_args: Optional[Dict[str, Any]] = None) 
 
 def make_folder(folder: PathLike) -> None:
     """Make a folder unless it exists; raise CheckpointError if that fails."""
-    try:
+    with explaining(f'make the folder {folder}', folder):
         os.makedirs(str(folder) or '.', exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            f'cannot make the folder {folder}: {error}. Mend the permissions, or choose another '
-            f'one: default_hooks.checkpoint.out_dir or --work-dir.'
-        ) from error
 
 
 def remove_unfinished(folder: PathLike) -> int:
@@ -222,14 +226,6 @@ def remove_unfinished(folder: PathLike) -> int:
     for path in left:
         path.unlink()
     return len(left)
-
-
-def _free_space(folder: Path) -> str:
-    try:
-        free = shutil.disk_usage(str(folder)).free
-    except OSError as error:
-        return f'{folder}: {error.strerror}'
-    return f'{format_bytes(free)} are free there'
 
 
 # marks of a run in its folder --------------------------------------------------------------------

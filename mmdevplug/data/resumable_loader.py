@@ -198,11 +198,10 @@ class ResumableLoader(DataLoader):
         return left_out, super().__iter__()
 
     def _get_iterator(self) -> Any:
-        silent, self._silent = self._silent, False
-        if not silent:
-            return super()._get_iterator()
         # A run that goes on has drawn the seed of this iterator already.
-        generator, self.generator = self.generator, torch.Generator()
+        generator = self.generator
+        self.generator = torch.Generator() if self._silent else generator
+        self._silent = False
         try:
             return super()._get_iterator()
         finally:
@@ -277,7 +276,7 @@ class ResumableLoader(DataLoader):
             self.inexact = 'the data loader has no batch sampler that can skip batches'
 
     def _resume_order(self, order: Order, state: Mapping[str, Any]) -> None:
-        if self.seed is not None and order.seed is not None:
+        if self.seed is not None:
             self.seed = state['seed']
             order.seed = derive_seed(self.seed, get_rank())
         self._renew_sampler(order, state['sampler_seed'])
