@@ -24,7 +24,7 @@ from tests.checkpoint.training import NoisyModel
 
 _numbers = itertools.count()
 #: The warnings that are about settings and hooks.
-SAID = 'differs from the config|nothing is left|config has|an EMAHook'
+SAID = 'differs from the config|nothing is left|config has|an EMAHook|not exactly'
 
 
 @PARAM_SCHEDULERS.register_module(force=True)

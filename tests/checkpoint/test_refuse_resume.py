@@ -144,6 +144,14 @@ def test_without_scaling_a_batch_changes_no_rate(best, tmp_path):
     assert not said
 
 
+def test_gradients_that_were_not_saved_are_named(tmp_path):
+    options = plan(STEPS, wrapper=dict(accumulative_counts=2))
+    run(tmp_path / 'before', options, stop=7)
+    path = next((tmp_path / 'before').glob('interrupted*.pth'))
+    (said,) = run(tmp_path / 'after', options, path)[1]
+    assert 'accumulative_counts=2, and gradients of 1 iteration(s) were not saved' in said
+
+
 # hooks ------------------------------------------------------------------------------------------
 
 
