@@ -83,10 +83,9 @@ class Sharding:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        options = self.options
         check_sync_bn(sync_bn)
         _check_parameters(model)
-        device, world_size = context.device, torch_dist.get_world_size()
+        options, device, world_size = self.options, context.device, torch_dist.get_world_size()
         model = convert_norm_layers(model, context.accelerator, device, sync_bn)
         self._whole = keep_whole(model) if trains else None
         keep_running_statistics(model, context.accelerator, device)
@@ -112,7 +111,8 @@ class Sharding:
             part.reshard()
         set_preprocessor_devices(model, device)
         model.register_forward_hook(_free_unless_training)
-        model.train_step = functools.partial(_train_step, model)  # type: ignore[assignment]
+        for step in ('train_step', 'val_step', 'test_step'):
+            setattr(model, step, functools.partial(_run_step, model, step))
         print_log(f'sharding: {len(blocks)} blocks over {ranks} of {world_size} ranks.', 'current')
         self.active, self.writes_shards = True, options.sharded_checkpoint
         return model
@@ -150,10 +150,10 @@ def _refuse(found: object, text: str) -> None:
         raise ModelError(f'sharding {text}.')
 
 
-def _train_step(model: nn.Module, *args: object, **kwargs: object) -> Any:
-    with fail_together('training'):
+def _run_step(model: nn.Module, step: str, *args: object, **kwargs: object) -> Any:
+    with fail_together('training' if step == 'train_step' else 'evaluation'):
         try:
-            return type(model).train_step(model, *args, **kwargs)
+            return getattr(type(model), step)(model, *args, **kwargs)
         except RuntimeError as error:
             _refuse(
                 'mixed torch.Tensor and DTensor' in str(error),

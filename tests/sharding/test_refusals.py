@@ -10,6 +10,7 @@ from mmdevplug.config.sharding import ShardingOptions
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.sharding.blocks import find_blocks
 from tests.columns import lazy
+from tests.parallel_jobs import build
 from tests.ranks import run_ranks
 
 from . import jobs
@@ -93,6 +94,21 @@ def test_lazy_devices_are_refused_with_the_reason(accelerator, tmp_path):
 def test_a_card_without_streams_is_refused(tmp_path):
     for said in run_ranks(refuse, 2, 'zeta', str(tmp_path), {}, together=True):
         assert 'needs torch.zeta.Stream' in said
+
+
+def call_a_part(work_dir):
+    runner = build('twice', 'cpu', work_dir, sharding=True, default_scope='mmengine')
+    type(runner.model).test_step = lambda self, data: self.head(data)
+    try:
+        runner.model.test_step(torch.ones(1, 24))
+    except ModelError as error:
+        return str(error)
+    return ''
+
+
+def test_a_step_that_calls_parts_of_the_model_is_refused(tmp_path):
+    for said in run_ranks(call_a_part, 2, str(tmp_path), together=True):
+        assert 'Name in sharding.blocks what is called' in said
 
 
 def test_one_process_trains_without_sharding(tmp_path):
