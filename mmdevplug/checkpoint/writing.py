@@ -4,6 +4,7 @@ import copyreg
 import ctypes
 import functools
 import glob
+import io
 import os
 import pickle
 import shutil
@@ -123,7 +124,14 @@ def save_with_warning(value: Any, file: Any, path: str) -> None:
                 named.append(value)  # once each: the memo has it from then on
             return NotImplemented
 
-    torch.save(value, file, pickle_module=SimpleNamespace(**dict(vars(pickle), Pickler=Pickler)))
+    module = SimpleNamespace(**dict(vars(pickle), Pickler=Pickler))
+    try:
+        torch.save(value, file, pickle_module=module)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise CheckpointError(
+            f'{path} cannot be written: {_unpicklable(value) or "an object in it"}: {error}. Keep '
+            f'numbers, strings, tensors and containers of these there.'
+        ) from error
     for each in refused_names(named):
         name = f'{each.__module__}.{each.__qualname__}'
         log_warning(
@@ -131,6 +139,17 @@ def save_with_warning(value: Any, file: Any, path: str) -> None:
             f'{name}, which is refused when the file is read. Keep numbers, strings, tensors and '
             f'containers of these; or trust it: checkpoint_classes=[{name!r}] in the config.'
         )
+
+
+def _unpicklable(value: Any) -> str:
+    """Where a nested value holds what cannot be pickled, such as ``['message_hub']['f']``."""
+    parts = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+    for key, part in parts.items() if isinstance(parts, dict) else ():
+        try:
+            _Pickler(io.BytesIO(), 2).dump(part)
+        except (AttributeError, TypeError, pickle.PicklingError):
+            return f'[{key!r}]{_unpicklable(part)}'
+    return ''
 
 
 def _place_of(kind: Any, value: Any, seen: Optional[Set[int]] = None) -> Optional[str]:

@@ -22,7 +22,7 @@ from .resumable_loader import MOST_PASSES, ResumableLoader, build_batch_sampler,
 #: Their passes end, so nothing has to be tried.
 _ENDING = (DefaultSampler, DistributedSampler, RandomSampler, SequentialSampler)
 #: The number of samples that a batch sampler is tried with, which may read the data of each.
-_TRIED = 64
+TRIED = 64
 
 
 def check_endless(loop: BaseLoop, key: str, config: object, seed: Optional[int]) -> None:
@@ -101,8 +101,8 @@ def _shorten(sampler: Any) -> Any:
     """Let a sampler give its first samples alone; batch samplers may look at its type."""
     kind = type(sampler)
     methods = dict(
-        __iter__=lambda self: islice(kind.__iter__(self), _TRIED),
-        __len__=lambda self: min(_TRIED, kind.__len__(self)),
+        __iter__=lambda self: islice(kind.__iter__(self), TRIED),
+        __len__=lambda self: min(TRIED, kind.__len__(self)),
     )
     sampler.__class__ = type(kind.__name__, (kind,), methods)
     return sampler

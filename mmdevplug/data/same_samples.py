@@ -7,19 +7,19 @@ holds stand for its samples.
 import pickle
 import re
 import zlib
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import numpy as np
 from mmengine.dataset import BaseDataset, DefaultSampler
 from mmengine.dist import get_rank
 from mmengine.runner import IterBasedTrainLoop
 from torch import Tensor
-from torch.utils.data import DistributedSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
-from mmdevplug.distributed.waiting import decide_together, wait_for_everyone
+from mmdevplug.distributed.waiting import decide_together
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import raise_if_another_failed
 from mmdevplug.fault_tolerance.failure_watch import GRACE_SECONDS
@@ -28,10 +28,12 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import length_of, loader_of, loaders_of
 
 from .checking import MAX_LISTED, by_epoch, describe
-from .resumable_loader import build_sampler, sampler_of
+from .endless import TRIED
+from .resumable_loader import build_batch_sampler, build_sampler, sampler_of
 
 #: At most this number of indices of a sampler, and of entries of a list, is compared.
 MOST_INDICES, MOST_ENTRIES = 500, 5000
+_ADVICE = 'Set sampler=dict(type="DefaultSampler"), which divides them, for batch samplers, too.'
 _PLAIN = (str, bytes, int, float, tuple, list, dict)
 #: Reading from these leaves them as they are.
 _WITHOUT_STATE = (DefaultSampler, DistributedSampler, SequentialSampler)
@@ -64,19 +66,33 @@ def compare_data(runner: AnyRunner) -> None:
         raise SampleError(f'{name}: {message}')
 
 
-def wait_for_first_iteration(runner: AnyRunner, batch: object) -> None:
-    """Wait for all ranks; warn if a stream, which has no sampler, gave them the same samples."""
-    dataset = getattr(loader_of(runner.train_loop), 'dataset', None)
-    if dataset is None or length_of(dataset) is not None:
-        wait_for_everyone('first iteration')
-        return
-    mine = zlib.crc32(re.sub('0x[0-9a-f]+', '', repr(batch)).encode())
-    same = decide_together('first iteration', mine, _equal_pair)
-    if same is not None:
+class Stream:
+    """Notice if ranks, or the workers of one, read the same samples of a set without a sampler."""
+
+    def __init__(self, loop: Any, name: str) -> None:
+        self._loader, self._name, self._first = loader_of(loop), name, 0
+        #: Whether it is one, at all.
+        self.is_one = isinstance(getattr(self._loader, 'dataset', None), IterableDataset)
+
+    def note(self, index: int, batch: object) -> None:
+        """Look at the first two batches of this rank, which two workers have read."""
+        if self.is_one and index < 2:
+            digest = zlib.crc32(re.sub('0x[0-9a-f]+', '', repr(batch)).encode())
+            if digest == self._first and self._loader.num_workers > 1:
+                self._warn('two workers', 'torch.utils.data.get_worker_info()')
+            self._first = self._first or digest
+
+    def compare(self, phase: str) -> None:
+        """Wait for all ranks, which all have to call it, and compare their first batches."""
+        same = decide_together(phase, self._first, _equal_batches)
+        if same is not None:
+            self._warn(f'ranks {same[0]} and {same[1]}', 'mmengine.dist.get_rank()')
+
+    def _warn(self, readers: str, names: str) -> None:
         log_warning(
-            f'train_dataloader: ranks {same[0]} and {same[1]} have read the same first batch: '
-            f'{type(dataset).__name__} gives them the same samples. Let its __iter__ leave out '
-            f'those of other ranks, by mmengine.dist.get_rank() and get_world_size().'
+            f'{self._name}_dataloader: {readers} have read the same first batch: '
+            f'{type(self._loader.dataset).__name__} gives them the same samples, which count more '
+            f'than once. Let its __iter__ leave out those of others, by {names}.'
         )
 
 
@@ -89,7 +105,16 @@ def _facts(runner: AnyRunner, loop: Any, loader: Any, config: Any) -> Dict[str, 
     if sampler is None and type(own) in _WITHOUT_STATE:
         sampler = own
     drawn = share = None
-    if size is not None and sampler is not None:
+    batches = config.get('batch_sampler') if isinstance(config, Mapping) else None
+    if size is not None and sampler is not None and isinstance(batches, Mapping):
+        # Not many: it may read the data of each sample.
+        own = build_batch_sampler(loader, config, sampler)
+        most = min(size // runner.world_size, TRIED)
+        some = list(islice(iter(own), most))
+        drawn = list(map(str, islice(chain.from_iterable(some), most)))
+        if some and length_of(own) and not isinstance(loop, IterBasedTrainLoop):
+            share = min(length_of(own) * len(some[0]), size)
+    elif size is not None and sampler is not None:
         # A sampler without an end gives each rank a share of a pass before it repeats samples.
         share = None if isinstance(loop, IterBasedTrainLoop) else length_of(sampler)
         most = size // runner.world_size if share is None else share
@@ -102,7 +127,7 @@ def _facts(runner: AnyRunner, loop: Any, loader: Any, config: Any) -> Dict[str, 
         dataset=describe(dataset),
         sampler=type(own).__name__,
         drawn=drawn,
-        whole=share is not None and share == size,
+        share=share,
         lists=dict(_lists(dataset)),
     )
 
@@ -179,6 +204,7 @@ def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optio
 def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
     """What is wrong with a loader, and whether that is certain."""
     lists, sizes = facts[0]['lists'], list(map(itemgetter('size'), facts))
+    shares = list(map(itemgetter('share'), facts))
     moved: List[Any] = []  # the first list whose order differs from that of rank 0
     changed: List[Any] = []  # or whose entries do
     for rank, each in enumerate(facts):
@@ -193,7 +219,7 @@ def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
     doubled = _describe_doubled(facts)
     if doubled is not None:
         if not changed and len(set(sizes)) == 1:  # else each rank may have a share of its own
-            yield f'{doubled}. Set sampler=dict(type="DefaultSampler"), which divides them.', True
+            yield f'{doubled}. {_ADVICE}', True
     elif moved or changed:
         rank, name, shown = moved or changed
         same = 'the same samples in another order' if moved else 'other samples'
@@ -203,6 +229,8 @@ def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
             f'others never. Sort the list, and give all ranks the same files.',
             bool(moved) and lists[name][0],
         )
+    elif facts[0]['metric'] and None not in shares and sum(shares) < max(sizes):
+        yield f'all ranks together read {sum(shares)} of {max(sizes)} samples. {_ADVICE}', False
     elif len(set(sizes)) > 1:
         yield f'ranks have data sets of different lengths: {sizes[:MAX_LISTED]}.', False
 
@@ -217,7 +245,7 @@ def _describe_doubled(facts: List[Dict[str, Any]]) -> Optional[str]:
             return None
         sets.append(set(each['drawn']))
         # Not more: a sampler may count frames of videos.
-        whole = whole and each['whole'] and size > first['batch']
+        whole = whole and each['share'] == size > first['batch']
         repeats = repeats or len(sets[-1]) < len(each['drawn'])
     pair = _equal_pair(list(map(sorted, sets)))
     if pair is not None:
@@ -228,6 +256,10 @@ def _describe_doubled(facts: List[Dict[str, Any]]) -> Optional[str]:
     if whole or overlap:
         return f'{sampler} gives each rank samples of others, too, of {size} samples in all'
     return None
+
+
+def _equal_batches(digests: List[int]) -> Optional[Tuple[int, int]]:
+    return _equal_pair([each or -rank for rank, each in enumerate(digests)])  # 0: it had none
 
 
 def _equal_pair(values: List[Any]) -> Optional[Tuple[int, int]]:

@@ -112,6 +112,16 @@ class DeviceHook(Hook):
                 )
         elif not self._modes:
             self._note_modes(runner)
+        elif not self._warned_of_eval:
+            left = [each for each, training in self._modes if training and not each.training]
+            if left:
+                self._warned_of_eval = True
+                names = [name for name, each in runner.model.named_modules() if each in left]
+                runner.logger.warning(
+                    f'A hook has put {", ".join(names[:8])} ({len(names)} modules) in eval mode '
+                    f'before iteration {runner.iter + 1}, in the middle of an epoch. Call their '
+                    f'train() after a validation.'
+                )
 
     def before_val(self, runner: AnyRunner) -> None:
         """Note the modes of the model's parts, and which hook validates inside an epoch."""
@@ -131,6 +141,7 @@ class DeviceHook(Hook):
 
     def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Materialize, also after an iteration that only accumulated gradients."""
+        self._note_modes(runner)  # before other hooks can change them
         # Our wrappers do so at the end of their `train_step`, which a user's loop need not call.
         if getattr(runner.model, 'step_materialized', False):
             runner.model.step_materialized = False

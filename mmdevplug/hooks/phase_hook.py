@@ -1,9 +1,11 @@
 """Publish what this rank does, so that other ranks can report it if this one is late."""
 
+from typing import Dict, Optional
+
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.data.same_samples import compare_data, wait_for_first_iteration
+from mmdevplug.data.same_samples import Stream, compare_data
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.gradients.unused_parameters import refuse_unreduced
 from mmdevplug.patches.results import patch_video_metrics
@@ -20,6 +22,9 @@ class PhaseHook(Hook):
 
     priority = 'VERY_HIGH'
 
+    def __init__(self) -> None:
+        self._evaluated: Optional[Stream] = None
+
     def before_run(self, runner: AnyRunner) -> None:
         """Wait for the data of all ranks and compare it; prepare metrics to gather results."""
         compare_data(runner)
@@ -28,7 +33,18 @@ class PhaseHook(Hook):
 
     def before_train(self, runner: AnyRunner) -> None:
         """Note that the first iteration comes next."""
-        self._first = True
+        self._begun, self._stream = 0, Stream(runner.train_loop, 'train')
+
+    def before_val(self, runner: AnyRunner) -> None:
+        """Note that the first batch comes next."""
+        self._evaluated = Stream(runner.val_loop, 'val')
+
+    def after_val_epoch(self, runner: AnyRunner, metrics: Optional[Dict] = None) -> None:
+        """Say if ranks have read the same samples."""
+        if self._evaluated is not None and self._evaluated.is_one:
+            self._evaluated.compare('end of validation')
+
+    after_test_epoch = after_val_epoch
 
     def before_train_epoch(self, runner: AnyRunner) -> None:
         """Note that data is being loaded."""
@@ -50,11 +66,15 @@ class PhaseHook(Hook):
     ) -> None:
         if mode != 'train':
             enter_phase(f'{mode}: after iteration {batch_idx + 1}')
+            if self._evaluated is not None:
+                self._evaluated.note(batch_idx, data_batch)
             return
         refuse_unreduced(runner.model)  # before this rank waits for those that wait for it
-        if self._first:
-            self._first = False
-            wait_for_first_iteration(runner, data_batch)
+        if self._begun < 2:
+            self._stream.note(self._begun, data_batch)
+            if self._begun == 0:
+                self._stream.compare('first iteration')
+            self._begun += 1
         enter_phase(f'train: after iteration {runner.iter + 1}, or loading the next data')
 
     def after_train(self, runner: AnyRunner) -> None:

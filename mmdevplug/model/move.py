@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import weakref
 from contextlib import contextmanager
 from itertools import chain
 from types import CellType
@@ -164,8 +165,12 @@ def _take_over(old: Tensor, new: Tensor) -> bool:
         return True
     _carry_over(old, new)
     try:
-        torch.utils.swap_tensors(old, new)
-    except (AttributeError, RuntimeError):  # before PyTorch 2.3, or a weak reference to one
+        if weakref.getweakrefs(old) and old._use_count() == 1:
+            # swap_tensors refuses, although weak references then stay valid.
+            torch._C._swap_tensor_impl(old, new)
+        else:
+            torch.utils.swap_tensors(old, new)
+    except (AttributeError, RuntimeError):  # before PyTorch 2.3, or something holds its memory
         return False
     return True
 

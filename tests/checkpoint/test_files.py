@@ -318,6 +318,15 @@ def test_what_could_not_be_loaded_again_is_named_when_it_is_saved(
         read_checkpoint(path)
 
 
+def test_what_cannot_be_pickled_is_named(tmp_path):
+    hub = dict(runtime_info=dict(iter=1, source=dict(a=[1, lambda: 2])))
+    with pytest.raises(
+        CheckpointError, match=r"\['runtime_info'\]\['source'\]\['a'\]\[1\]: .*lambda"
+    ):
+        write_checkpoint(dict(message_hub=hub), str(tmp_path / 'epoch_1.pth'))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_kept_copy_does_not_change_with_the_original():
     weight = torch.arange(6.0).reshape(2, 3)
     state = dict(a=weight, b=[weight, weight.t()], c=(1, dict(x=[2])), d=torch.tensor(3))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from mmengine.dist import get_rank, get_world_size
 from mmengine.registry import DATA_SAMPLERS, DATASETS, RUNNERS
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler
 
 from mmdevplug.examples.digits import DigitsDataset
 from tests.jobs import digits_config, weights_of
@@ -64,6 +64,14 @@ class Row(IterableDataset):
         return (self.images[index] for index in range(step[0], len(self.images), step[1]))
 
 
+@DATASETS.register_module()
+class SizedRow(Row):
+    """A stream that knows its length."""
+
+    def __len__(self):
+        return len(self.images)
+
+
 @DATA_SAMPLERS.register_module()
 class ByWeight(Sampler):
     """Draws from PyTorch's generator, which ranks seed alike, or from one of the rank's own."""
@@ -80,6 +88,28 @@ class ByWeight(Sampler):
         if not self.shuffle:
             return iter(range(self.size))
         return iter(torch.multinomial(weights, len(self), True, generator=generator).tolist())
+
+
+@DATA_SAMPLERS.register_module()
+class Half(Sampler):
+    """Divides the first half of a data set between ranks."""
+
+    def __init__(self, dataset, seed=None, shuffle=True):
+        self.picked = range(get_rank(), len(dataset) // 2, get_world_size())
+
+    def __len__(self):
+        return len(self.picked)
+
+    def __iter__(self):
+        return iter(self.picked)
+
+
+@DATA_SAMPLERS.register_module()
+class OwnBatches(BatchSampler):
+    """Takes no indices from its sampler, which divides them."""
+
+    def __init__(self, sampler, batch_size):
+        super().__init__(range(len(sampler.dataset)), 359, False)
 
 
 def train(work_dir, options):
@@ -114,6 +144,17 @@ def warnings_of(tmp_path, options):
         (
             dict(train_dataloader__sampler=dict(type='ByWeight')),
             ['train_dataloader: ByWeight gives ranks 0 and 1 the same samples'],
+        ),
+        (
+            dict(val_dataloader__sampler=dict(type='Half')),
+            ['val_dataloader: all ranks together read 180 of 360 samples'],
+        ),
+        (
+            dict(
+                train_dataloader__batch_sampler=dict(type='OwnBatches'),
+                train_dataloader__drop_last=False,
+            ),
+            ['train_dataloader: OwnBatches gives ranks 0 and 1 the same samples'],
         ),
         (
             dict(val_dataloader__dataset=dict(type='Folder', missing=1)),
@@ -164,3 +205,14 @@ def test_a_stream_that_all_ranks_read(tmp_path, divided):
     said = warnings_of(tmp_path, options)
     assert len(said) == (not divided)
     assert all('ranks 0 and 1 have read the same first batch: Row' in line for line in said)
+
+
+@pytest.mark.parametrize('divided', [True, False])
+def test_a_stream_that_all_ranks_validate(tmp_path, divided):
+    options = dict(
+        val_dataloader__sampler=None,
+        val_dataloader__dataset=dict(_delete_=True, type='SizedRow', divided=divided),
+    )
+    said = warnings_of(tmp_path, options)
+    assert len(said) == (not divided)
+    assert all(line.startswith('val_dataloader: ranks 0 and 1 have read') for line in said)

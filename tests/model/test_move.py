@@ -1,5 +1,7 @@
 """Moving modules, and initializing them on the host while they are on a device."""
 
+import weakref
+
 import pytest
 import torch
 from mmengine.model import BaseDataPreprocessor, BaseModel
@@ -67,6 +69,7 @@ class Hooked(BaseModel):
         self.first.weight.register_hook(lambda grad: grad * 0)
         self.first.weight.kind = 'first'
         self.biases, self.pair = {'first': self.first.bias}, (self.first.weight, self.last.weight)
+        self.weak = weakref.ref(self.first.bias)
 
     def init_weights(self):
         nn.init.ones_(self.last.weight)
@@ -105,6 +108,7 @@ def gradients_of_hooked(kind, swaps=True):
     assert model.biases['first'] is model.first.bias
     assert model.pair[0] is model.first.weight
     assert model.pair[1] is model.last.weight
+    assert model.weak() is model.first.bias or not hasattr(torch._C, '_swap_tensor_impl')
     assert model.kinds[0] == 'first'
     assert model.kinds[1] is model.last.bias
     return [None if p.grad is None else p.grad.cpu().tolist() for p in model.parameters()]
