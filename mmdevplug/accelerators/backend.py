@@ -7,7 +7,6 @@ from typing import Dict, List, Optional, Sequence
 import torch
 from torch import distributed as torch_dist
 
-from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.logs import log_warning
@@ -232,23 +231,3 @@ def with_host_backend(backend: str, accelerator: Accelerator) -> str:
     if ':' in backend or backend in HOST_BACKENDS or known:
         return backend
     return f'cpu:gloo,{accelerator.device_type}:{backend}'
-
-
-def network_hint(env: LaunchEnv) -> str:
-    """A sentence that suggests settings of the network, empty where the backend has none."""
-    if not (torch_dist.is_available() and torch_dist.is_initialized()):
-        return ''
-    backend = backend_of()
-    if 'nccl' in backend:
-        return (
-            ' If all ranks are well: NCCL_SOCKET_IFNAME names the network interface to use, and '
-            'NCCL_P2P_DISABLE=1 rules out direct copies between the cards of a host.'
-        )
-    if 'hccl' in backend:
-        return ' If all ranks are well: HCCL_SOCKET_IFNAME names the network interface to use.'
-    if ('gloo' in backend or backend == STAGED) and not env.single_host:
-        return (
-            ' If all ranks are well: GLOO_SOCKET_IFNAME names the network interface to use on '
-            'each host.'
-        )
-    return ''

@@ -17,7 +17,6 @@ from typing import Any, Callable, Dict, List, Optional
 
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators.backend import network_hint
 from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.environments.torchrun import AGENT
@@ -354,7 +353,7 @@ class FailureWatch:
                 f'message: {first_line(error)}. All ranks are alive and in the same place, '
                 f'{places[0][1]}: the network loses messages, a rank came later than '
                 f'env_cfg.dist_cfg.timeout, or ranks passed tensors of different sizes. Look at '
-                f"the end of the other ranks' logs and at the kernel log.{network_hint(self.env)}"
+                f"the end of the other ranks' logs and at the kernel log."
             )
         # Ranks wait for each other in different places; the first is this rank's.
         elsewhere = sorted(rank for ranks, _ in places[1:] for rank in ranks)

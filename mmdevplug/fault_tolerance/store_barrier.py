@@ -9,7 +9,6 @@ from typing import Any, Callable, Iterator, Optional, TypeVar
 
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators.backend import network_hint
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 from mmdevplug.utils.torch_compat import get_text, set_text
@@ -94,7 +93,7 @@ def wait_for_counter(
                 f'MASTER_ADDR={env.master_addr!r}, MASTER_PORT={env.master_port} and WORLD_SIZE='
                 f'{env.world_size}, and look at the log of those that were'
             )
-        raise watch.report_ranks(missing or list(seen), f'{text}.{network_hint(env)}', alive=True)
+        raise watch.report_ranks(missing or list(seen), f'{text}.', alive=True)
     finally:
         enter_phase(before)
 

@@ -1,12 +1,9 @@
 """Dispatch a planned model to its devices with HF accelerate, and do what that leaves undone."""
 
 import functools
-import logging
 import os
 import warnings
-from contextlib import contextmanager
-from difflib import get_close_matches
-from typing import Any, Callable, Iterator, Mapping, Sequence, Tuple
+from typing import Any, Callable, Iterator, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -14,6 +11,7 @@ from torch import nn
 from mmdevplug.accelerators import available_accelerators, get_accelerator
 from mmdevplug.errors import PlacementError, first_line
 from mmdevplug.model.move import keep_parameters, place_by_plan, same_device
+from mmdevplug.utils.logs import quiet
 
 from .device_plan import DevicePlan
 from .walk_modules import named_tensors, tied_names
@@ -70,7 +68,8 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
     _check_ranks()
     main = plan.devices[0]
     on_host = 'cpu' in plan.device_map.values()
-    with keep_parameters(model), warnings.catch_warnings(), _silent_about_meta():
+    # It says that what is on the host is on the meta device, which it is not.
+    with keep_parameters(model), warnings.catch_warnings(), quiet('accelerate.big_modeling'):
         # Tensors that a split module holds by itself are placed below.
         warnings.filterwarnings('ignore', message='.*do not match any submodules.*')
         accelerate.dispatch_model(
@@ -91,78 +90,30 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
     return model
 
 
-@contextmanager
-def _silent_about_meta() -> Iterator[None]:
-    """Drop accelerate's warning that what is on the host is on the meta device: nothing is."""
-    told = logging.getLogger('accelerate.big_modeling')
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return 'on the meta device' not in record.getMessage()
-
-    told.addFilter(is_other)
-    try:
-        yield
-    finally:
-        told.removeFilter(is_other)
-
-
 def _check_present(devices: Sequence[str]) -> None:
     """Refuse devices that hold no tensor, with what is present."""
     for name in devices:
         try:
             torch.ones(1, device=name)
         except Exception as error:  # a vendor's package may raise anything
-            device_type = name.partition(':')[0]
             counts = {
                 each: get_accelerator(each).device_count() for each in available_accelerators()
             }
             present = ', '.join(f'{each} ({count})' for each, count in counts.items())
             raise PlacementError(
                 f'the device {name} of the plan is not there '
-                f'({type(error).__name__}: {first_line(error)}); present are: {present}. '
-                f'{_advice(device_type, counts)}'
+                f'({type(error).__name__}: {first_line(error)}); present are: {present}. Plan for '
+                f'these, or import the package that brings the other first.'
             ) from error
 
 
-def _advice(device_type: str, counts: Mapping[str, int]) -> str:
-    """What to do where a device of a type is not there."""
-    if device_type in counts:
-        count = counts[device_type]
-        return f'Plan for {device_type}:0-{count - 1}; there are {count} {device_type} devices.'
-    if device_type == 'cuda':
-        if torch.version.cuda or torch.version.hip:
-            return 'Plan for devices that are there, or see why the driver shows none: nvidia-smi.'
-        return (
-            f'This torch {torch.__version__} is built without CUDA: install one that is built '
-            f'with it, or plan for devices that are there.'
-        )
-    close = get_close_matches(device_type, counts, cutoff=0.8)
-    if close:
-        return f'Did you mean {close[0]}?'
-    return (
-        f'Plan for devices that are there, or import the package that brings {device_type} first, '
-        f'e.g. torch_{device_type}.'
-    )
-
-
 def _check_ranks() -> None:
-    """Look at how accelerate sees a job of several ranks: as one process, or to be refused."""
+    """Refuse a job of several ranks in which accelerate takes each for the only one."""
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
 
     state, world = PartialState._shared_state, int(os.environ.get('WORLD_SIZE', 1))
-    if world == 1 or not state:
-        return
-    bypass = os.environ.get('ACCELERATE_BYPASS_DEVICE_MAP', 'false')
-    if state.get('num_processes', 1) > 1:
-        if bypass.lower() not in ('1', 'true'):
-            warnings.warn(
-                f'ACCELERATE_BYPASS_DEVICE_MAP={bypass!r}, but WORLD_SIZE={world}: prepare() of '
-                f'accelerate will refuse this model with "You can\'t train a model that has been '
-                f"loaded with `device_map='auto'` in any distributed mode\". Set "
-                f'ACCELERATE_BYPASS_DEVICE_MAP=true before the start.',
-                stacklevel=3,
-            )
+    if world == 1 or state.get('num_processes', world) > 1:
         return
     message = (
         f'accelerate sees num_processes=1, but WORLD_SIZE={world}: each rank trains a model '

@@ -1,6 +1,5 @@
 """Make a plan of which device holds which part of a model, by one of three methods."""
 
-import logging
 from functools import wraps
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 
@@ -9,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mmdevplug.errors import PlacementError, first_line
-from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.logs import log_warning, quiet
 
 from .blocks import Unit, find_units, group_units, shared_names
 from .device_plan import WARNING, DevicePlan, PlannedBlock, signature_of
@@ -178,20 +177,16 @@ class _Job:
         keys: List[Any] = [name if name == 'cpu' else i for i, name in enumerate(self.devices)]
         memory = {key: self.limits.get(name, _PLENTY) for key, name in zip(keys, self.devices)}
         classes = list(self.whole.classes)
-        logger = logging.getLogger('accelerate.utils.modeling')
-        level = logger.level
-        logger.setLevel(logging.ERROR)  # it warns of each device that is not present
         try:
-            memory = get_balanced_memory(self.model, memory, classes, self.dtype)
-            found = infer_auto_device_map(self.model, memory, classes, self.dtype)
+            with quiet('accelerate.utils.modeling'):  # it warns of each device that is absent
+                memory = get_balanced_memory(self.model, memory, classes, self.dtype)
+                found = infer_auto_device_map(self.model, memory, classes, self.dtype)
         except Exception as error:
             # It asserts, indexes and divides on models it does not expect.
             raise PlacementError(
                 f'HF accelerate fails on {type(self.model).__name__} with '
                 f'{type(error).__name__}: {first_line(error)}. Use strategy "balanced".'
             ) from error
-        finally:
-            logger.setLevel(level)
         left = [name or 'the whole model' for name, key in found.items() if key not in keys]
         if left:
             raise PlacementError(

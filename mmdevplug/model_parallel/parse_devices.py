@@ -1,13 +1,11 @@
 """Read the devices of a plan and what each may hold, as a user writes them."""
 
 import re
-from difflib import get_close_matches
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 
 import torch
 
 from mmdevplug.accelerators import Accelerator
-from mmdevplug.accelerators.detection import registered_names
 from mmdevplug.errors import PlacementError
 from mmdevplug.utils.byte_sizes import parse_bytes
 
@@ -105,7 +103,6 @@ def _names(part: object, device_type: Optional[str]) -> List[str]:
                 raise PlacementError(
                     f"device {text}: of which type? Write e.g. 'cuda:{text}', or give device_type."
                 )
-            _check_type(device_type)
             if last < first:
                 raise PlacementError(f'devices {text!r}: the range ends before it begins.')
             _checked(last - first + 1, text)
@@ -116,23 +113,6 @@ def _names(part: object, device_type: Optional[str]) -> List[str]:
                 f"'cuda:0' or 'xla:0-7'."
             )
     return names
-
-
-def _check_type(device_type: str) -> None:
-    """Refuse a type that is not known and looks like one that is.
-
-    A type that looks like none may be a vendor's, whose package need not be installed.
-    """
-    try:
-        torch.device(device_type)
-    except RuntimeError:
-        known = registered_names()
-        close = get_close_matches(device_type, sorted(known), n=1, cutoff=0.75)
-        if close and device_type not in known:
-            raise PlacementError(
-                f'devices name the type {device_type!r}, which is unknown; expected e.g. '
-                f'{close[0]!r}. Correct it.'
-            ) from None
 
 
 def parse_max_memory(

@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from typing import Optional
+from contextlib import contextmanager
+from typing import Iterator, Optional
 
 
 def log(text: str, level: int = logging.INFO) -> None:
@@ -24,3 +25,15 @@ def current_logger() -> Optional[logging.Logger]:
 def log_warning(text: str) -> None:
     """Log a warning."""
     log(text, logging.WARNING)
+
+
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Drop what a logger of another package logs, but its errors."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

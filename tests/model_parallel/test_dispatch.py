@@ -10,7 +10,7 @@ from torch import nn
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import dispatch, plan
-from mmdevplug.model_parallel.dispatch import _advice, _check_ranks
+from mmdevplug.model_parallel.dispatch import _check_ranks
 from tests.jobs import install_card, need_card, needs_modes
 from tests.ranks import run_ranks
 
@@ -241,34 +241,6 @@ def test_ranks_that_accelerate_does_not_see(seen, monkeypatch):
     monkeypatch.setattr(AcceleratorState, '_shared_state', seen)
     with pytest.raises(PlacementError, match=text):
         _check_ranks()
-
-
-def test_ranks_that_accelerate_will_refuse(seen, monkeypatch, recwarn):
-    seen['num_processes'] = 2
-    with pytest.warns(UserWarning, match=r"BYPASS_DEVICE_MAP='false', but WORLD_SIZE=2"):
-        _check_ranks()
-    monkeypatch.setenv('ACCELERATE_BYPASS_DEVICE_MAP', 'true')
-    recwarn.clear()
-    _check_ranks()
-    assert not recwarn
-
-
-@pytest.mark.parametrize(
-    ('device_type', 'text'),
-    [
-        ('zeta', 'Plan for zeta:0-3; there are 4 zeta devices.'),
-        ('zetta', 'Did you mean zeta?'),
-        ('mtia', 'import the package that brings mtia first, e.g. torch_mtia.'),
-    ],
-)
-def test_the_advice_for_devices_that_are_not_there(device_type, text):
-    assert _advice(device_type, dict(zeta=4, cpu=1)).endswith(text)
-
-
-def test_the_advice_where_torch_has_no_cuda(monkeypatch):
-    monkeypatch.setattr(torch.version, 'cuda', None)
-    monkeypatch.setattr(torch.version, 'hip', None)
-    assert 'is built without CUDA' in _advice('cuda', dict(cpu=1))
 
 
 def test_swapped_and_mistaken_arguments():
