@@ -22,7 +22,6 @@ from mmdevplug.model.running_stats import keep_running_statistics
 from mmdevplug.utils.host import keep_freed_memory
 from mmdevplug.utils.torch_compat import is_at_least
 
-from .blocks import find_blocks
 from .build import build_without_weights, initialize, keep_whole, place
 from .states import shard_optimizer_state
 
@@ -82,6 +81,8 @@ class Sharding:
         """Put the model on the device of this rank block by block, each sharded at once."""
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        from .blocks import find_blocks  # loads model_parallel
 
         check_sync_bn(sync_bn)
         _check_parameters(model)

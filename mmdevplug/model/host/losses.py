@@ -144,6 +144,27 @@ def _on_one_device(parse: Callable) -> Callable:
     return parse_losses
 
 
+@contextmanager
+def refusing_mixed_devices(module: nn.Module, method: str) -> Iterator[None]:
+    """Say what to set if tensors of the host and of the device meet in a method."""
+    try:
+        yield
+    except RuntimeError as error:
+        kind, text = current_accelerator().device_type, str(error).lower()
+        if isinstance(error, DevPlugError) or kind not in text or 'tensor' not in text:
+            raise
+        raise refusal(module, method, first_line(error)) from error
+
+
+def refusal(module: nn.Module, method: str, problem: str) -> ModelError:
+    """The error of a method that cannot be computed on the host."""
+    return ModelError(
+        f'{type(module).__name__}.{method} cannot be computed on the host: {problem}. Expected a '
+        f'loss of the outputs of the head alone, and networks that are called as modules. Set '
+        f'accelerator.host_losses=False, to compute all losses on the device.'
+    )
+
+
 class _HostView(dict):
     """The parameters, the buffers or the attributes of a module; reading one gives its copy."""
 
@@ -175,7 +196,6 @@ class HostLosses:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compute = getattr(type(self.head), self.method)
         accelerator = current_accelerator()
-        kind = accelerator.device_type
         if not accelerator.compilation.lazy:
             return compute(self.head, *args, **kwargs)
         there = tensors_in((args, kwargs))
@@ -185,13 +205,9 @@ class HostLosses:
         if self.anchors is not None:
             self.anchors = copies.anchors
         args, kwargs = replace_parts((args, kwargs), copies.of)
-        try:
-            with self._reading(copies), self._refusing_others(copies):
-                return compute(self.head, *args, **kwargs)
-        except RuntimeError as error:
-            if isinstance(error, DevPlugError) or kind not in str(error).lower():
-                raise
-            raise self._refusal(f'{first_line(error)}') from error
+        refusing = refusing_mixed_devices(self.head, self.method)
+        with refusing, self._reading(copies), self._refusing_others(copies):
+            return compute(self.head, *args, **kwargs)
 
     @contextmanager
     def _reading(self, copies: HostCopies) -> Iterator[None]:
@@ -241,7 +257,8 @@ class HostLosses:
         def check(module: nn.Module, _: Any) -> None:
             held = vars(module)['_parameters']
             if not isinstance(held, _HostView) and any(map(copies.is_there, held.values())):
-                raise self._refusal(f'it calls {type(module).__name__}, which is on the device')
+                problem = f'it calls {type(module).__name__}, which is on the device'
+                raise refusal(self.head, self.method, problem)
             if not isinstance(module, _BatchNorm) or not isinstance(module._buffers, _HostView):
                 return
             if module.training and module.track_running_stats:
@@ -253,10 +270,3 @@ class HostLosses:
             yield
         finally:
             handle.remove()
-
-    def _refusal(self, problem: str) -> ModelError:
-        return ModelError(
-            f'{type(self.head).__name__}.{self.method} cannot be computed on the host: {problem}. '
-            f'Expected a loss of the outputs of the head alone. Set '
-            f'accelerator.host_losses=False, to compute all losses on the device.'
-        )

@@ -13,8 +13,7 @@ from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .copies import HostCopies
-from .losses import HostLosses
-from .rois import refusing_mixed_devices
+from .losses import HostLosses, refusing_mixed_devices
 
 
 def combine_masks_on_host(model: nn.Module) -> None:

@@ -18,11 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mmdevplug.accelerators import devices_of
 from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.accelerators.move_nested import to_device
-from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .copies import HostCopies
-from .losses import HostLosses, two_stage_detectors
+from .losses import HostLosses, refusal, refusing_mixed_devices, two_stage_detectors
 from .predictions import is_prediction
 
 
@@ -315,26 +314,6 @@ class _SecondStage:
             return run(head, x, proposals, samples, *args, **kwargs)
 
 
-@contextmanager
-def refusing_mixed_devices(module: nn.Module, method: str) -> Iterator[None]:
-    """Say what to set if tensors of the host and of the device meet in a method."""
-    try:
-        yield
-    except RuntimeError as error:
-        kind, text = current_accelerator().device_type, str(error).lower()
-        if isinstance(error, DevPlugError) or kind not in text or 'tensor' not in text:
-            raise
-        raise _refusal(module, method, first_line(error)) from error
-
-
-def _refusal(module: nn.Module, method: str, problem: str) -> ModelError:
-    return ModelError(
-        f'{type(module).__name__}.{method} cannot be computed on the host: {problem}. Expected '
-        f'that it calls its networks as modules. Set accelerator.host_losses=False, to compute '
-        f'all losses on the device.'
-    )
-
-
 class _Network:
     """Replace ``forward`` of a network of a RoI head: it runs on the device, from the host."""
 
@@ -378,7 +357,7 @@ class _Network:
     def _cut(self, output: Tensor, rows: int, count: int) -> Tensor:
         if output.dim() and len(output) == rows:
             return output[:count]
-        raise _refusal(
+        raise refusal(
             self.network,
             'forward',
             f'an output for {rows} RoIs has shape {tuple(output.shape)}, without a row for each',
