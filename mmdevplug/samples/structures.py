@@ -1,5 +1,6 @@
 """Describe samples without their values: whether they can travel, and how they differ."""
 
+from functools import lru_cache
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -91,29 +92,28 @@ class _Description:
                 f'{path} is inside more than {MOST_LEVELS} containers; does one contain itself? '
                 f'Flatten it.'
             )
-        kind, names = type(value), container.names(value)
-        text = f'a {kind.__name__}'
         if container is LIST:
-            kinds = set(map(type, value))
-            if kinds and kinds <= LEAVES:  # such as token ids
-                self.found[place, 'list'] = ' '.join([text, *sorted(k.__name__ for k in kinds)])
-                for category, word in map(_PLAIN.get, kinds):
-                    self.found[f'{place}[...]', category] = word
-                return
-            self.found[place, 'list'] = text
-        else:
-            if container is TUPLE:
-                text = f'a tuple of {len(names)}'
-            elif container in (DICT, ELEMENT):
-                if container is DICT and set(map(type, names)) - {str}:
-                    _check_keys(names, path)
-                keys = [name[-1] if container is ELEMENT else name for name in names]
-                text += f' with the {"keys" if container is DICT else "fields"} {keys}'
-            self.found[place, (f'{kind.__module__}.{kind.__name__}', frozenset(names))] = text
-        for name, part in zip(names, container.parts(value)):
-            step = container.step(name)
-            here = '[...]' if container is LIST else step
-            self.add(part, place + here, path + step, level + 1)
+            self._add_list(value, place, path, level)
+            return
+        names = container.names(value)
+        if container is DICT and set(map(type, names)) - {str}:
+            _check_keys(names, path)
+        category, text, steps = _describe_parts(type(value), names)
+        self.found[place, category] = text
+        for step, part in zip(steps, container.parts(value)):
+            self.add(part, place + step, path + step, level + 1)
+
+    def _add_list(self, value: List[Any], place: str, path: str, level: int) -> None:
+        kinds = set(map(type, value))
+        if kinds <= LEAVES:  # such as token ids
+            words = ['a list', *sorted(kind.__name__ for kind in kinds)]
+            self.found[place, 'list'] = ' '.join(words)
+            for category, word in map(_PLAIN.__getitem__, kinds):
+                self.found[f'{place}[...]', category] = word
+            return
+        self.found[place, 'list'] = 'a list'
+        for index, part in enumerate(value):
+            self.add(part, f'{place}[...]', f'{path}[{index}]', level + 1)
 
     def _add_object(self, value: Any, place: str, path: str) -> None:
         word = f'{type(value).__module__}.{type(value).__qualname__}'
@@ -130,6 +130,20 @@ class _Description:
             problem = first_line(error)
             raise SampleError(f'{path} is a {word}, which cannot be pickled: {problem}') from error
         self.found[place, word] = f'a object {word}'
+
+
+@lru_cache(maxsize=1024)
+def _describe_parts(kind: type, names: Tuple[Any, ...]) -> Tuple[Any, str, List[str]]:
+    """What has to agree in a container, the same in words, and the steps to its parts."""
+    container, text = container_of(kind), f'a {kind.__name__}'
+    if container is TUPLE:
+        text = f'a tuple of {len(names)}'
+    elif container is DICT:
+        text += f' with the keys {list(names)}'
+    elif container is ELEMENT:
+        text += f' with the fields {[name for _, name in names]}'
+    category = (f'{kind.__module__}.{kind.__qualname__}', frozenset(names))
+    return category, text, list(map(container.step, names))
 
 
 def _check_keys(keys: Iterable[Any], path: str) -> None:
