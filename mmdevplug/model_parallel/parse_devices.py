@@ -41,12 +41,10 @@ def parse_devices(
             f'devices is of type {type(devices).__name__}: expected names of devices, e.g. '
             f"'cuda:0-3', not a device map; the plan makes one. Limits go into max_memory."
         )
-    if isinstance(devices, int):
-        if devices < 1:
-            raise PlacementError(f'devices={devices}: expected at least 1 device.')
-        parts: Sequence[Any] = range(_checked(devices, devices))
-    else:
-        parts = [devices] if isinstance(devices, (str, torch.device)) else devices
+    if isinstance(devices, int) and devices < 1:
+        raise PlacementError(f'devices={devices}: expected at least 1 device.')
+    parts: Any = f'0-{devices - 1}' if isinstance(devices, int) else devices
+    parts = [parts] if isinstance(parts, (str, torch.device)) else parts
     names = [name for part in parts for name in _names(part, device_type)]
     if not names:
         raise PlacementError(f"devices={devices!r} names no device. Give e.g. 'cuda:0-3'.")
@@ -70,21 +68,7 @@ def parse_devices(
     return names if exclude_cpu else [*names, 'cpu']
 
 
-def _checked(count: int, given: object) -> int:
-    if count > MOST_DEVICES:
-        raise PlacementError(f'devices={given!r}: expected at most {MOST_DEVICES} devices.')
-    return count
-
-
 def _names(part: object, device_type: Optional[str]) -> List[str]:
-    if isinstance(part, int) and not isinstance(part, bool):
-        if part < 0:
-            raise PlacementError(f'device {part}: expected an index of 0 or more.')
-        if device_type is None:
-            raise PlacementError(
-                f"device {part}: of which type? Write e.g. 'cuda:{part}', or give device_type."
-            )
-        return [f'{device_type}:{part}']
     names: List[str] = []
     for text in str(part).replace(' ', '').split(','):
         found = _DEVICE.match(text)
@@ -98,6 +82,8 @@ def _names(part: object, device_type: Optional[str]) -> List[str]:
             )
         elif found:
             first, last = int(found['first']), int(found['last'] or found['first'])
+            if last - first >= MOST_DEVICES:
+                raise PlacementError(f'devices {text!r}: expected at most {MOST_DEVICES} devices.')
             device_type = found['type'] or device_type
             if device_type is None:
                 raise PlacementError(
@@ -105,7 +91,6 @@ def _names(part: object, device_type: Optional[str]) -> List[str]:
                 )
             if last < first:
                 raise PlacementError(f'devices {text!r}: the range ends before it begins.')
-            _checked(last - first + 1, text)
             names += [f'{device_type}:{index}' for index in range(first, last + 1)]
         elif text:
             raise PlacementError(

@@ -51,7 +51,7 @@ def test_the_host_comes_last():
         ('2', 'of which type'),
         ('2-3', 'of which type'),
         ('cpu:0,2', 'of which type'),
-        ([-1], 'index of 0 or more'),
+        ([-1], 'TYPE:INDEX'),
         ('cuda:0,cuda:0', 'cuda:0 more than once'),
         (['cuda:0-2', 'cuda:1'], 'cuda:1 more than once'),
         ('cuda', 'TYPE:INDEX'),
