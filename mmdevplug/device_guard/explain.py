@@ -1,12 +1,11 @@
 """Explain an error of PyTorch's that came from operands on several devices: line and tensor."""
 
-import ast
 import linecache
 import re
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +26,6 @@ _MAYBE = re.compile(r'device|\bcpu\b|\w+Tensor', re.IGNORECASE)
 #: A name with attributes and constant indices.
 _NAME = re.compile(r"(?<![\w.'\"])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*|\[(?:\d+|'\w+'|\"\w+\")\])*")
 _PART = re.compile(r"\.?([A-Za-z_]\w*)|\[(?:(\d+)|['\"](\w+)['\"])\]")
-#: Functions that make tensors on the CPU unless they get a device.
-_MAKER = re.compile(
-    r'(as_)?tensor|scalar_tensor|from_numpy|zeros|ones|full|empty|arange|linspace|eye'
-    r'|rand(n|int|perm)?|\w*Tensor'
-)
-
 Call = Tuple[FrameType, int]  # with the line that was running
 
 
@@ -75,14 +68,12 @@ def _explain(error: Exception, model: nn.Module, devices: Sequence[torch.device]
         str(Operand(name, tensor.device, tensor.dtype, tuple(tensor.shape)))
         for name, tensor in strays.items()
     ]
-    if not found:
-        if len(devices) > 1 or not _MIXED.search(str(cause)):
-            return None
-        found = [f'`{call}` makes a tensor on the cpu' for call in _makers(_code(user))]
+    if not found and (len(devices) > 1 or not _MIXED.search(str(cause))):
+        return None
     module = module_and_backward(model, [frame for frame, _ in reversed(calls)])[0]
     return (
         f'{user[0].f_code.co_filename}:{user[1]}{f", in {module}" if module else ""}'
-        f': {"; ".join(found) or "a tensor that is made in this line"}; expected on '
+        f': {"; ".join(found) or "a tensor that is made in this line on the cpu"}; expected on '
         f'{devices[0]}, where this run computes. The line: `{_code(user)}`. Make the tensor '
         f'with device=x.device, where x is an input, or keep it with register_buffer(), which '
         f'moves with the model. {type(cause).__name__}: {first_line(cause)}'
@@ -128,21 +119,6 @@ def _arguments(frame: FrameType) -> Dict[str, Any]:
     code, values = frame.f_code, frame.f_locals
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return {name: values[name] for name in names if name in values}
-
-
-def _makers(line: str) -> List[str]:
-    """The calls in a line that make tensors without a device, the outer ones alone."""
-    found: List[str] = []
-    with suppress(SyntaxError):  # a part of a statement
-        for node in ast.walk(ast.parse(line)):
-            function = getattr(node, 'func', None)
-            name = getattr(function, 'attr', getattr(function, 'id', None))
-            has_device = any(each.arg == 'device' for each in getattr(node, 'keywords', ()))
-            if name and _MAKER.fullmatch(name) and not has_device:
-                call = ast.get_source_segment(line, node) or name
-                if not any(call in outer for outer in found):
-                    found.append(call)
-    return found
 
 
 def _strays(named: Dict[str, Any], devices: Sequence[torch.device]) -> Dict[str, Tensor]:

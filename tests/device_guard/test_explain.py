@@ -54,10 +54,10 @@ NAMED = dict(
     init="self.table['pair'][0]: cpu, float32, 4x2",
     table="table['pair'][0]: cpu, float32, 4x2",
     closure='weight: cpu, float32, 4x2',
-    made='`torch.ones(4, 2)` makes a tensor on the cpu',
-    numpy="`torch.from_numpy(np.ones((4, 2), 'float32'))` makes a tensor on the cpu",
+    made='a tensor that is made in this line on the cpu',
+    numpy='a tensor that is made in this line on the cpu',
     variable='mask: cpu, float32, 4x4',
-    method='`torch.zeros(2, 4)` makes a tensor on the cpu',
+    method='a tensor that is made in this line on the cpu',
     module='target: cpu, float32, 4x2',
 )
 
@@ -150,6 +150,7 @@ def test_jobs_say_so_in_training_in_validation_and_in_the_preprocessor(tmp_path)
     (messages,) = run_ranks(run_jobs, 0, tmp_path)
     for place, message in messages.items():
         assert message.startswith('DeviceMismatchError: rank 0, train: '), message
-        named = 'self.mean: cpu' if place == 'preprocessor' else '`torch.zeros(4, 1)` makes'
+        made = 'a tensor that is made in this line on the cpu'
+        named = 'self.mean: cpu' if place == 'preprocessor' else made
         assert named in message
         assert ('data_preprocessor (Preprocessor)' in message) == (place == 'preprocessor')
