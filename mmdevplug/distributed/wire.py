@@ -9,6 +9,7 @@ The table has the dtype, the shape and the number of rows of each block. Each bl
 multiple of 64 bytes, so that any dtype can be read there.
 """
 
+import gc
 import io
 import json
 import pickle
@@ -101,7 +102,7 @@ def loads(message: Tensor, device: torch.device = CPU, trusted: bool = False) ->
     Raises:
         SampleError: If the message is not valid, or names what may not be made.
     """
-    with refused():
+    with refused(), _without_collection():
         version, length, pickled = _HEAD.unpack(to_bytes(message[: _HEAD.size]))
         if version != VERSION:
             raise ValueError(f'version {version}')
@@ -137,6 +138,18 @@ def refused() -> Iterator[None]:
             f'a rank sent samples whose parts do not fit together ({type(error).__name__}: '
             f'{first_line(error)}). Install the same release of mmdevplug on all ranks.'
         ) from error
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Make objects without Python's garbage collector, which would look at all there are."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _places(begin: int, table: Sequence[Sequence[Any]]) -> List[int]:
