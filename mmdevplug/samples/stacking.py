@@ -70,25 +70,25 @@ def _stack_alike(values: List[Any], path: str, ragged: bool) -> Any:
     container = container_of(type(first))
     if container is None or is_opaque(type(first)):
         return values
-    names = container.names(first)
+    names, rows = container.names(first), []
     for index, value in enumerate(values):
         if type(value) is not type(first):
             raise _mismatch(path, index, type(first).__name__, type(value).__name__)
-        if container.names(value) == names:
+        found, parts = container.names(value), container.parts(value)
+        rows.append(parts)
+        if found == names:
             continue
         if container in (LIST, TUPLE):
             raise _mismatch(path, index, f'{len(names)} items', f'{len(value)} items')
-        if set(container.names(value)) != set(names):
-            expected, found = list(map(str, names)), list(map(str, container.names(value)))
-            raise _mismatch(path, index, f'the keys {expected}', f'the keys {found}')
-    # Column by column: an object for each sample would trigger Python's garbage collector.
-    parts = [
-        _stack(
-            [container.part(value, name) for value in values], path + container.step(name), ragged
-        )
-        for name in names
+        if set(found) != set(names):
+            keys = [f'the keys {list(map(str, each))}' for each in (names, found)]
+            raise _mismatch(path, index, *keys)
+        rows[-1] = [parts[found.index(name)] for name in names]
+    stacked = [
+        _stack(list(column), path + container.step(name), ragged)
+        for name, column in zip(names, zip(*rows))
     ]
-    return container.build(type(first), names, parts)
+    return container.build(type(first), names, stacked)
 
 
 def _stack_tensors(values: List[Any], path: str) -> Tensor:

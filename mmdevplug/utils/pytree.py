@@ -5,7 +5,6 @@ import dataclasses
 import sys
 from collections import OrderedDict
 from functools import lru_cache
-from operator import getitem
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -17,10 +16,8 @@ Names = Tuple[Any, ...]
 class Container(NamedTuple):
     """How a kind of container is flattened and rebuilt."""
 
-    name: str  # for messages
     names: Callable[[Any], Names]  # of the parts; indices for a sequence
     parts: Callable[[Any], List[Any]]  # in the order of their names
-    part: Callable[[Any, Any], Any]  # the part of a name
     # From a type, names and parts, without constructors that do more than store them.
     build: Callable[[type, Names, Sequence[Any]], Any]
     step: Callable[[Any], str]  # the access to a name in Python: '.x', "['x']"
@@ -61,40 +58,28 @@ def _indices(value: Sequence) -> Names:
 
 
 DICT = Container(
-    'dict',
     names=tuple,
     parts=lambda value: list(value.values()),
-    part=getitem,
     build=lambda kind, names, parts: kind(zip(names, parts)),
     step='[{!r}]'.format,
 )
-LIST = Container(
-    'list', _indices, list, getitem, lambda kind, names, parts: list(parts), DICT.step
-)
-TUPLE = Container(
-    'tuple', _indices, list, getitem, lambda kind, names, parts: tuple(parts), DICT.step
-)
+LIST = Container(_indices, list, lambda kind, names, parts: list(parts), DICT.step)
+TUPLE = Container(_indices, list, lambda kind, names, parts: tuple(parts), DICT.step)
 NAMED_TUPLE = Container(
-    'named tuple',
     names=lambda value: value._fields,
     parts=list,
-    part=getattr,
     build=lambda kind, names, parts: tuple.__new__(kind, parts),
     step='.{}'.format,
 )
 DATACLASS = Container(
-    'dataclass',
     names=lambda value: tuple(each.name for each in dataclasses.fields(value)),
     parts=lambda value: [getattr(value, each.name) for each in dataclasses.fields(value)],
-    part=getattr,
     build=_build_dataclass,
     step='.{}'.format,
 )
 ELEMENT = Container(
-    'data element',
     names=_field_names,
     parts=lambda value: [getattr(value, name) for _, name in _field_names(value)],
-    part=lambda value, name: getattr(value, name[1]),
     build=_build_element,
     step=lambda name: f'.{name[1]}',
 )
@@ -155,10 +140,8 @@ def register_sample_type(
 
     make = from_attributes if from_sample is None else from_sample
     _registered[kind] = Container(
-        kind.__name__,
         names=lambda value: ('',),
         parts=lambda value: [to_sample(value)],
-        part=lambda value, name: to_sample(value),
         build=lambda kind, names, parts: make(parts[0]),
         step=lambda name: '',
     )
