@@ -10,7 +10,6 @@ from torch import nn
 from mmdevplug.accelerators import Accelerator, DeviceContext
 from mmdevplug.config.model_parallel import PRECISIONS, ModelParallelOptions
 from mmdevplug.device_guard import DeviceGuard
-from mmdevplug.device_guard.mode import HAS_MODES
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import PlacementError
 from mmdevplug.utils.model import unwrap_model
@@ -141,12 +140,6 @@ class Parallelism:
     def guard(self, model: nn.Module) -> nn.Module:
         """Run the steps of a model that is spread over devices, wrapped or not, under a guard."""
         if self.plan is None or self.options.guard is None:
-            return model
-        if not HAS_MODES:
-            MMLogger.get_current_instance().warning(
-                f'model_parallel.guard={self.options.guard!r} needs torch 1.13 or later and is '
-                f'off: operations that mix devices are not repaired or named.'
-            )
             return model
         bare = unwrap_model(model)
         watch = GuardedSteps(DeviceGuard(policy=self.options.guard, model=bare))
