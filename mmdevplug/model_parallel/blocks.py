@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from .sizes import ModuleSizes
 from .unsplittable import WholeModules
@@ -118,14 +118,9 @@ def _join_shared(raw: List[List[Unit]], shared: Iterable[List[str]]) -> List[Lis
     return [joined[index] for index in sorted(joined)]
 
 
-def shared_names(
-    model: nn.Module, tensors: Optional[List[Tuple[str, Tensor]]] = None
-) -> List[List[str]]:
-    """Names of each tensor that has several, and of those that transformers will tie.
-
-    ``tensors`` is that of :func:`named_tensors`, if there is one already.
-    """
-    tensors = named_tensors(model) if tensors is None else tensors
+def shared_names(model: nn.Module) -> List[List[str]]:
+    """Names of each tensor that has several, and of those that transformers will tie."""
+    tensors = named_tensors(model)
     found = tied_names(tensors)
     for owner, module in all_modules(model):
         for patterns in _ties(module):

@@ -15,7 +15,7 @@ from .device_plan import WARNING, DevicePlan, PlannedBlock, signature_of
 from .evenness import describe_unevenness, idle_devices
 from .fitting import fit
 from .parse_devices import Devices, Size, parse_devices, parse_max_memory
-from .sizes import as_dtype, measure
+from .sizes import as_dtype, module_sizes
 from .unsplittable import WholeModules
 from .walk_modules import named_tensors, nearest, prefixes
 
@@ -131,10 +131,9 @@ class _Job:
     ) -> None:
         """Weigh the units."""
         self.whole = WholeModules(self.model, no_split)
-        self.sizes = measure(self.tensors, self.dtype, training, optimizer)
+        self.sizes = module_sizes(self.model, self.dtype, training, optimizer)
         self.units = find_units(self.model, self.whole)
-        shared = shared_names(self.model, self.tensors)
-        self.groups = group_units(self.units, self.sizes, shared)
+        self.groups = group_units(self.units, self.sizes, shared_names(self.model))
         # What is computed before the first block and kept.
         self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
 

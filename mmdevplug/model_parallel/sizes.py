@@ -2,10 +2,10 @@
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterable, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, Optional, Set, Tuple, Union
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmdevplug.errors import PlacementError, first_line
 
@@ -108,24 +108,15 @@ def module_sizes(
     Raises:
         PlacementError: If an argument cannot be read.
     """
-    return measure(named_tensors(model), as_dtype(dtype), training, optimizer)
-
-
-def measure(
-    tensors: Iterable[Tuple[str, Tensor]],
-    dtype: Optional[torch.dtype],
-    training: bool,
-    optimizer: Union[str, int, float],
-) -> ModuleSizes:
-    """As :func:`module_sizes`, from the named tensors."""
+    kind = as_dtype(dtype)
     factor = state_values(optimizer)
     sizes = ModuleSizes()
     seen: Set[int] = set()
-    for name, tensor in tensors:
+    for name, tensor in named_tensors(model):
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        size = tensor_bytes(tensor, dtype)
+        size = tensor_bytes(tensor, kind)
         if not isinstance(tensor, nn.Parameter):
             _add(sizes.buffers, name, size)
             continue
