@@ -30,13 +30,15 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> List[str]:
         expected = host @ host.t() + 1.0
         there = host.to(device)
         (found,) = accelerator.copies.to_host([there @ there.t() + 1.0])
-        apart = ((found - expected).abs().max() / expected.abs().max()).item()
+        # NaN is as far apart as can be.
+        differences = (found - expected).abs().nan_to_num(nan=float('inf'), posinf=float('inf'))
+        apart = (differences.max() / expected.max()).item()
     except Exception as error:
         raise AcceleratorError(
             f'device {device} failed its first operation with {type(error).__name__}: {error}. '
             f'{_circumstances(accelerator)}'
         ) from error
-    if not apart <= RELATIVE_TOLERANCE:  # NaN is neither above nor below
+    if apart > RELATIVE_TOLERANCE:
         raise AcceleratorError(
             f'device {device} computes a matrix product that differs from the CPU by '
             f'{apart:.3g}. {_circumstances(accelerator)}'

@@ -99,11 +99,14 @@ def _check_present(devices: Sequence[str]) -> None:
             counts = {
                 each: get_accelerator(each).device_count() for each in available_accelerators()
             }
+            kind = name.partition(':')[0]
+            package = f', or import the package that brings {kind} first, e.g. torch_{kind}'
+            hint = '' if kind == 'cuda' else package
             present = ', '.join(f'{each} ({count})' for each, count in counts.items())
             raise PlacementError(
                 f'the device {name} of the plan is not there '
                 f'({type(error).__name__}: {first_line(error)}); present are: {present}. Plan for '
-                f'these, or import the package that brings the other first.'
+                f'these{hint}.'
             ) from error
 
 
