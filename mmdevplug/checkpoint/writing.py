@@ -111,7 +111,11 @@ class _Pickler(pickle.Pickler):
 
     dispatch_table = copyreg.dispatch_table.copy()
     dispatch_table[deque] = lambda value: (deque, (list(value), value.maxlen))
-    dispatch_table[defaultdict] = lambda value: (defaultdict, (value.default_factory, dict(value)))
+    # A function in it could not be loaded; MMEngine's own checkpoints hold none either.
+    dispatch_table[defaultdict] = lambda value: (
+        defaultdict,
+        (value.default_factory if isinstance(value.default_factory, type) else None, dict(value)),
+    )
 
 
 def save_with_warning(value: Any, file: Any, path: str) -> None:
@@ -155,7 +159,7 @@ def _unpicklable(value: Any) -> str:
 def _place_of(kind: Any, value: Any, seen: Optional[Set[int]] = None) -> Optional[str]:
     """Where a nested value holds a class or an object of it, such as ``['meta']['source']``."""
     seen = set() if seen is None else seen
-    if value is kind or type(value) is kind:
+    if value is kind or kind in (type(value), type(getattr(value, 'dtype', None))):
         return ''
     if id(value) in seen or isinstance(value, torch.Tensor):
         return None

@@ -7,7 +7,8 @@ holds stand for its samples.
 import pickle
 import re
 import zlib
-from itertools import chain, islice
+from collections import deque
+from itertools import chain, islice, zip_longest
 from operator import itemgetter
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
@@ -16,7 +17,7 @@ from mmengine.dataset import BaseDataset, DefaultSampler
 from mmengine.dist import get_rank
 from mmengine.runner import IterBasedTrainLoop
 from torch import Tensor
-from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.distributed.waiting import decide_together
@@ -34,7 +35,7 @@ from .resumable_loader import build_batch_sampler, build_sampler, sampler_of
 #: At most this number of indices of a sampler, and of entries of a list, is compared.
 MOST_INDICES, MOST_ENTRIES = 500, 5000
 _ADVICE = 'Set sampler=dict(type="DefaultSampler"), which divides them, for batch samplers, too.'
-_PLAIN = (str, bytes, int, float, tuple, list, dict)
+_LISTS = (list, tuple, deque, np.ndarray, Tensor)
 #: Reading from these leaves them as they are.
 _WITHOUT_STATE = (DefaultSampler, DistributedSampler, SequentialSampler)
 
@@ -122,6 +123,7 @@ def _facts(runner: AnyRunner, loop: Any, loader: Any, config: Any) -> Dict[str, 
     set_host_random_state(state)
     return dict(
         size=size,
+        lengths=_lengths(dataset),
         batch=getattr(loader, 'batch_size', None) or 1,
         batches=length_of(loader) if by_epoch(loop) else None,
         dataset=describe(dataset),
@@ -132,11 +134,19 @@ def _facts(runner: AnyRunner, loop: Any, loader: Any, config: Any) -> Dict[str, 
     )
 
 
+def _lengths(dataset: Any, depth: int = 3) -> Any:
+    """The length of a data set; a list of it and those of the data sets that it joins, if any."""
+    inner, own = getattr(dataset, 'datasets', None), length_of(dataset)
+    if not depth or not isinstance(inner, (list, tuple)):
+        return own
+    return [own, *(_lengths(each, depth - 1) for each in inner)]
+
+
 def _lists(dataset: Any, depth: int = 3) -> Iterator[Tuple[str, List[Any]]]:
     """The lists of a data set: whether of all samples, digests of order and content, the first."""
     kind, held = type(dataset).__name__, getattr(dataset, '__dict__', {})
-    for name, value in held.items():
-        if name in ('dataset', 'datasets') and depth:
+    for name, value in chain.from_iterable(_columns(*each) for each in held.items()):
+        if depth and (name in ('dataset', 'datasets') or isinstance(value, Dataset)):
             for each in value if isinstance(value, (list, tuple)) else [value]:
                 for inner, facts in _lists(each, depth - 1):
                     yield f'{kind}.{inner}', facts
@@ -158,18 +168,27 @@ def _lists(dataset: Any, depth: int = 3) -> Iterator[Tuple[str, List[Any]]]:
             yield f'{kind}.{name}', [whole, order, sum(digests), shown]
 
 
+def _columns(name: str, value: Any) -> List[Tuple[str, Any]]:
+    """An attribute, or the lists that it holds if it is a table or an index of annotations."""
+    held = value if isinstance(value, dict) else getattr(value, '__dict__', {})
+    if isinstance(value, Dataset) or callable(value):  # a transform
+        return [(name, value)]
+    lists = [(f'{name}.{key}', each) for key, each in held.items() if isinstance(each, _LISTS)]
+    return lists or [(name, value)]
+
+
 def _entries(value: Any) -> List[Any]:
-    """The first entries of a list, an array or a dict of plain values; [] of anything else."""
+    """The first entries of a list, an array or a dict; [] where they cannot be compared."""
     if isinstance(value, (np.ndarray, Tensor)):
         some = value[:MOST_ENTRIES] if value.ndim and len(value) else []
         return some.reshape(len(some), -1)[:, :16].tolist() if len(some) else []
     if isinstance(value, dict):  # has the same meaning in another order
         value = sorted(islice(value.items(), MOST_ENTRIES), key=repr)
-    if not isinstance(value, (list, tuple)):
+    if not isinstance(value, (list, tuple, deque)):
         return []
-    entries = list(value[:MOST_ENTRIES])
-    plain = all(isinstance(each, _PLAIN) for each in entries)
-    return entries if plain and ' at 0x' not in repr(entries[:3]) else []
+    entries = list(islice(value, MOST_ENTRIES))
+    large = any(isinstance(each, (np.ndarray, Tensor)) for each in entries)
+    return [] if large or ' at 0x' in repr(entries[:3]) else entries
 
 
 def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optional[int]]]:
@@ -204,7 +223,7 @@ def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optio
 def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
     """What is wrong with a loader, and whether that is certain."""
     lists, sizes = facts[0]['lists'], list(map(itemgetter('size'), facts))
-    shares = list(map(itemgetter('share'), facts))
+    shares, lengths = (list(map(itemgetter(name), facts)) for name in ('share', 'lengths'))
     moved: List[Any] = []  # the first list whose order differs from that of rank 0
     changed: List[Any] = []  # or whose entries do
     for rank, each in enumerate(facts):
@@ -231,8 +250,22 @@ def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
         )
     elif facts[0]['metric'] and None not in shares and sum(shares) < max(sizes):
         yield f'all ranks together read {sum(shares)} of {max(sizes)} samples. {_ADVICE}', False
-    elif len(set(sizes)) > 1:
-        yield f'ranks have data sets of different lengths: {sizes[:MAX_LISTED]}.', False
+    elif lengths.count(lengths[0]) < len(lengths):
+        same = len(set(sizes)) == 1  # in all, of parts that differ
+        yield f'ranks have data sets of different lengths: {lengths[:MAX_LISTED]}.', same
+    elif facts[0]['metric'] and _repeats(facts):
+        message = f'{facts[0]["sampler"]} gives ranks some samples twice and others not at all'
+        yield f'{message}. {_ADVICE}', True
+
+
+def _repeats(facts: List[Dict[str, Any]]) -> bool:
+    """Whether metrics keep two results of a sample: of all ranks by turns, as many as samples."""
+    size, drawn = facts[0]['size'], list(map(itemgetter('drawn'), facts))
+    if None in (size, *drawn) or any(len(d) != each['share'] for d, each in zip(drawn, facts)):
+        return False
+    turns = [each for each in chain.from_iterable(zip_longest(*drawn)) if each is not None][:size]
+    # Not of videos, whose samplers give more than an index.
+    return len(facts) > 1 and all(map(str.isdigit, turns)) and len(set(turns)) < len(turns)
 
 
 def _describe_doubled(facts: List[Dict[str, Any]]) -> Optional[str]:

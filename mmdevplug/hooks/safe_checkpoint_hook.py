@@ -243,6 +243,9 @@ class SafeCheckpointHook(CheckpointHook):
                 self._warn_of_best(runner, f'{key!r} is not among {sorted(metrics)}')
                 continue
             score, suffix = metrics[key], '' if single else f'_{key}'
+            if score is not None and (score != score or not isinstance(score, _NUMBERS)):
+                self._warn_of_best(runner, f'{key!r} is {score!r}, with which nothing compares')
+                continue
             best = hub.get_info(f'best_score{suffix}', self.init_value_map[rule])
             if score is None or not self.is_better_than[key](score, best):
                 continue

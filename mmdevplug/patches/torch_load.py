@@ -242,7 +242,7 @@ def _allowed_with_names() -> List[Any]:
 
 def _first_refused(error: Exception) -> Optional[str]:
     """The class that PyTorch's unpickler names; None if it names none, as for a damaged file."""
-    named = re.search(r'GLOBAL (\S+)|(\S+) is not allowed', str(error))
+    named = re.search(r"GLOBAL (\S+)|(\S+) is not allowed|but got <class '(\S+)'>", str(error))
     if named is not None:
         return ' '.join(filter(None, named.groups()))
     return first_line(error) if 'not allowed' in str(error) else None

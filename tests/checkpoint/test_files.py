@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 
 import numpy as np
@@ -319,6 +319,9 @@ def test_what_could_not_be_loaded_again_is_named_when_it_is_saved(
 
 
 def test_what_cannot_be_pickled_is_named(tmp_path):
+    write_checkpoint(dict(counts=defaultdict(lambda: 0, a=1)), str(tmp_path / 'counts'))
+    assert read_checkpoint(str(tmp_path / 'counts')) == dict(counts=dict(a=1))
+    (tmp_path / 'counts').unlink()
     hub = dict(runtime_info=dict(iter=1, source=dict(a=[1, lambda: 2])))
     with pytest.raises(
         CheckpointError, match=r"\['runtime_info'\]\['source'\]\['a'\]\[1\]: .*lambda"

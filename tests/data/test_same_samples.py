@@ -1,12 +1,20 @@
 """Ranks that do not divide a data set between them are told so before they train."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from mmengine.dist import get_rank, get_world_size
 from mmengine.registry import DATA_SAMPLERS, DATASETS, RUNNERS
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+)
 
 from mmdevplug.examples.digits import DigitsDataset
 from tests.jobs import digits_config, weights_of
@@ -39,12 +47,13 @@ class Folder(Dataset):
 
     def __init__(self, split='train', missing=None):
         self.inner = DigitsDataset(split)
-        self.paths = [f'/disk{get_rank()}/{index}.png' for index in range(len(self.inner))]
+        paths = [Path(f'/disk{get_rank()}/{index}.png') for index in range(len(self.inner))]
         if get_rank() == 1 and missing is not None:
-            self.paths[missing] = '/disk1/other.png'
+            paths[missing] = Path('/disk1/other.png')
+        self.table = dict(path=paths)
 
     def __len__(self):
-        return len(self.paths)
+        return len(self.inner)
 
     def __getitem__(self, index):
         return self.inner[index]
@@ -88,6 +97,33 @@ class ByWeight(Sampler):
         if not self.shuffle:
             return iter(range(self.size))
         return iter(torch.multinomial(weights, len(self), True, generator=generator).tolist())
+
+
+@DATASETS.register_module()
+class Joined(ConcatDataset):
+    """Two parts, whose border is elsewhere on each rank."""
+
+    metainfo = dict(classes=tuple('0123456789'))
+
+    def __init__(self):
+        inner, border = DigitsDataset('test'), 100 + get_rank()
+        parts = [range(border), range(border, len(inner))]
+        super().__init__([Subset(inner, part) for part in parts])
+
+
+@DATA_SAMPLERS.register_module()
+class Blocks(Sampler):
+    """Gives each rank a block, and the second one a sample of the first."""
+
+    def __init__(self, dataset, seed=None, shuffle=True):
+        begin = get_rank() * len(dataset) // get_world_size()
+        self.picked = range(begin - get_rank(), begin + len(dataset) // get_world_size())
+
+    def __len__(self):
+        return len(self.picked)
+
+    def __iter__(self):
+        return iter(self.picked)
 
 
 @DATA_SAMPLERS.register_module()
@@ -158,7 +194,7 @@ def warnings_of(tmp_path, options):
         ),
         (
             dict(val_dataloader__dataset=dict(type='Folder', missing=1)),
-            ['val_dataloader: Folder.paths lists other samples on rank 1'],
+            ['val_dataloader: Folder.table.path lists other samples on rank 1'],
         ),
         (
             dict(
@@ -185,6 +221,11 @@ def test_what_is_said(tmp_path, options, expected):
         (
             dict(val_dataloader__dataset__type='OtherOrder'),
             'OtherOrder.data_address lists the same',
+        ),
+        (dict(val_dataloader__dataset=dict(_delete_=True, type='Joined')), 'ranks have data sets'),
+        (
+            dict(val_dataloader__sampler=dict(type='Blocks')),
+            'Blocks gives ranks some samples twice',
         ),
     ],
 )
