@@ -29,7 +29,7 @@ from .participants import keeps_state, named_hooks, warn_of_unused
 
 #: Of one attribute: more would make checkpoints large, and is a cache more often than a state.
 MOST_BYTES = 16 * 2**20
-_MOST_PARTS = 200_000
+_MOST_PARTS = MOST_BYTES // 8  # of 8 bytes each at least
 _MOST_LEVELS = 3
 _MOST_OBJECTS = 100
 
