@@ -19,11 +19,9 @@ from mmdevplug.config.prepare import refuse_flexible_runner
 from mmdevplug.environments.launch_variables import (
     LAUNCHERS,
     LaunchEnv,
-    find_environment,
     forget_stale_variables,
     read_launch_env,
 )
-from mmdevplug.environments.stale import report_stale
 from mmdevplug.errors import DevPlugError
 from mmdevplug.fault_tolerance.abort import note_for_agent, note_path
 from mmdevplug.fault_tolerance.ended_ranks import end_with_mim
@@ -136,10 +134,7 @@ def load_complete_config(args: argparse.Namespace, names: Sequence[str]) -> Conf
 
 def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
     """Read the launch variables before anything else does, and ignore an earlier job's."""
-    of_pod = find_environment().per_host
-    stale = forget_stale_variables(args.launcher)
-    if stale and not of_pod:
-        report_stale(args.launcher, stale, say)
+    forget_stale_variables(args.launcher)
     if args.local_rank is not None:
         os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     return read_launch_env(args.launcher)

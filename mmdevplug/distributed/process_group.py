@@ -115,7 +115,7 @@ def start_distributed(
         store = _join_job(env, wait, kwargs)
     prepare = partial(_prepare_devices, accelerator, env, choose_devices)
     # Without a launcher the variables stay as they are, but no vendor's package must read them.
-    with stale_variables_hidden('none') if launcher == 'none' else nullcontext():
+    with stale_variables_hidden() if launcher == 'none' else nullcontext():
         choice, devices, unsupported = run_on_every_rank(store, env, 'device check', prepare, wait)
     watch = current_watch()
     if watch is not None and choice.accelerator.compilation.lazy:

@@ -1,14 +1,13 @@
 """Find out which launcher started this process, and read what it says."""
 
-import logging
 import os
 from importlib import import_module
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Mapping, Optional
 
 from mmdevplug.errors import LaunchError
 
 from .base import DEFAULT_PORT, Environment, Hosts, LaunchEnv, format_variables
-from .stale import open_job, report_stale, stale_variables, unset_line
+from .stale import RANK_VARIABLES, stale_variables, unset_line
 from .torchrun import Torchrun
 
 __all__ = ['DEFAULT_PORT', 'Environment', 'Hosts', 'LaunchEnv']
@@ -86,12 +85,13 @@ def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
     """
     from .kubernetes import refuse_to_run_alone as refuse_pod_to_run_alone
 
+    environ = os.environ if environ is None else environ
     refuse_pod_to_run_alone(environ)
     job = find_job(environ)
     if job is not None:
         raise _one_of_several(job)
-    found = open_job(environ)
-    if found:
+    found = {name: environ[name].strip() for name in RANK_VARIABLES if environ.get(name)}
+    if len(found) == len(RANK_VARIABLES) and found['WORLD_SIZE'] != '1':
         raise LaunchError(
             f'{format_variables(found)} say that this process is one of '
             f'WORLD_SIZE={found["WORLD_SIZE"]}, but no launcher is named: it would train alone. '
@@ -114,8 +114,6 @@ def _one_of_several(job: Environment) -> LaunchError:
 def follow_job() -> LaunchEnv:
     """Read the place of this process in the job of the launcher that started it, if one did.
 
-    Variables that an earlier job left behind are named in a warning.
-
     Raises:
         LaunchError: If the process may be one of several, but no launcher is recognized.
     """
@@ -123,12 +121,11 @@ def follow_job() -> LaunchEnv:
     if job is not None:
         return job.read()
     refuse_to_run_alone()
-    report_stale('none', stale_variables('none'), logging.getLogger(__name__).warning)
     return LaunchEnv()
 
 
-def forget_stale_variables(launcher: str) -> Dict[str, str]:
-    """Remove the stale variables from this process and return them.
+def forget_stale_variables(launcher: str) -> None:
+    """Remove the stale variables from this process.
 
     With the launcher ``'none'`` those of Slurm and MPI are removed, too: they tell of a job from
     which the user keeps this process apart.
@@ -146,10 +143,8 @@ def forget_stale_variables(launcher: str) -> Dict[str, str]:
         job = find_job()
     if job is not None and job.name == Torchrun.name:
         raise _one_of_several(job)
-    stale = stale_variables(launcher)
-    for name in {**stale, **({} if job is None else job.detect())}:
+    for name in {**stale_variables(launcher), **({} if job is None else job.detect())}:
         del os.environ[name]
-    return stale
 
 
 def read_local_rank() -> int:
