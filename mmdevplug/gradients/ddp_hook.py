@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, distributed as torch_dist, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from mmdevplug.errors import ModelError, first_line
-
 from .nonfinite import (
     FinitePolicy,
     is_marked_nonfinite,
@@ -50,22 +48,7 @@ class BucketAveraging:
         # DDP does, in the first iteration of a graph that it takes for static.
         self._waits_inside = waits_inside
         self._names: Dict[int, str] = {id(parameter): name for name, parameter in named_parameters}
-        if compress:
-            self._check_bfloat16(named_parameters[0][1].device)
         self._begin_iteration()
-
-    def _check_bfloat16(self, device: torch.device) -> None:
-        """Refuse a backend that does not add up bfloat16, in a collective of all ranks."""
-        try:
-            torch_dist.all_reduce(
-                torch.zeros(1, dtype=torch.bfloat16, device=device), group=self.group
-            )
-        except RuntimeError as error:
-            raise ModelError(
-                f"model_wrapper_cfg.grad_compression='bf16': the backend of the process group "
-                f'does not add up bfloat16 on {device} ({first_line(error)}). Set '
-                f"grad_compression='none'."
-            ) from error
 
     def _begin_iteration(self) -> None:
         self._in_iteration = False

@@ -18,7 +18,6 @@ from mmdevplug.staged.staged_group import StagedProcessGroup
 from mmdevplug.staged.work import StagedWork
 from mmdevplug.utils.pytree import tensors_in
 
-from .buckets import Bucket, divide
 from .nonfinite import FinitePolicy, names_of_nonfinite
 
 #: Size of a message.
@@ -26,6 +25,28 @@ BUCKET_BYTES = 8 << 20
 #: A batched fetch allocates host memory: at most this, or one gradient, so that it is still in the
 #: processor's cache when it is copied on.
 FETCH_BYTES = 2 << 20
+
+#: Half precision is summed in float32: gloo of older releases lacks it, and it loses bits.
+_SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class Bucket(NamedTuple):
+    """Gradients of one dtype that are averaged together."""
+
+    dtype: torch.dtype  # on the wire
+    numel: int
+    indices: List[int]  # of the parameters
+    starts: List[int]  # where the gradient of each begins
+
+    def views(self, flat: Tensor, parameters: Sequence[Tensor]) -> List[Tensor]:
+        """For each gradient its piece of a flat tensor, in its shape."""
+        stops, views = [*self.starts[1:], self.numel], []
+        for index, start, stop in zip(self.indices, self.starts, stops):
+            piece, shape = flat[start:stop], parameters[index].shape
+            if parameters[index].is_complex():
+                piece = torch.view_as_complex(piece.view(-1, 2))
+            views.append(piece.view(shape))
+        return views
 
 
 class _Started(NamedTuple):
@@ -215,14 +236,13 @@ class LazyStaging:
 
     def _send(self, bucket: Bucket, memory: Tensor, used: Sequence[bool]) -> None:
         sources, targets = [], []
-        stops = [*bucket.starts[1:], bucket.numel]
-        for index, start, stop in zip(bucket.indices, bucket.starts, stops):
+        for index, view in zip(bucket.indices, bucket.views(memory, self.parameters)):
             if not used[index]:
                 continue
             parameter = self.parameters[index]
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            sources.append(_in_shape(memory[start:stop], parameter))
+            sources.append(view if view.dtype == parameter.dtype else view.to(parameter.dtype))
             targets.append(parameter.grad)
         self.accelerator.copies.into_device(sources, targets)
 
@@ -240,8 +260,38 @@ class LazyStaging:
         )
 
 
-def _in_shape(flat: Tensor, parameter: Tensor) -> Tensor:
+def divide(
+    parameters: Sequence[Tensor],
+    indices: Sequence[int],
+    bucket_bytes: int,
+    compressed_to: Optional[torch.dtype] = None,
+) -> List[Bucket]:
+    """Divide the gradients with these indices, in this order, into buckets.
+
+    A bucket is full when it has at least ``bucket_bytes``. Gradients of float32 travel as
+    ``compressed_to``, if given.
+    """
+    by_dtype: Dict[torch.dtype, List[int]] = {}
+    for index in indices:
+        by_dtype.setdefault(_wire_dtype(parameters[index]), []).append(index)
+    buckets: List[Bucket] = []
+    for dtype in by_dtype:
+        wire = compressed_to if compressed_to is not None and dtype == torch.float32 else dtype
+        element_size = torch.empty(0, dtype=dtype).element_size()
+        group: List[int] = []
+        starts: List[int] = []
+        numel = 0
+        for index in by_dtype[dtype]:
+            group.append(index)
+            starts.append(numel)
+            numel += parameters[index].numel() * (2 if parameters[index].is_complex() else 1)
+            if numel * element_size >= bucket_bytes or index == by_dtype[dtype][-1]:
+                buckets.append(Bucket(wire, numel, group, starts))
+                group, starts, numel = [], [], 0
+    return buckets
+
+
+def _wire_dtype(parameter: Tensor) -> torch.dtype:
     if parameter.is_complex():
-        return torch.view_as_complex(flat.view(*parameter.shape, 2))
-    flat = flat if flat.dtype == parameter.dtype else flat.to(parameter.dtype)
-    return flat.view(parameter.shape)
+        return torch.float64 if parameter.dtype == torch.complex128 else torch.float32
+    return _SUMMED_IN.get(parameter.dtype, parameter.dtype)

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Optional
 
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
@@ -12,7 +12,6 @@ from mmengine.registry import HOOKS
 from mmdevplug.accelerators import device_context
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.environments.torchrun import AGENT, ELASTIC
-from mmdevplug.fault_tolerance import SAME_NOTICE_SECONDS
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase
 from mmdevplug.fault_tolerance.stop_together import StopAgreement
 from mmdevplug.utils.annotations import AnyRunner
@@ -21,6 +20,11 @@ from mmdevplug.utils.model import accumulative_counts
 #: How long the agent of a host may take to notice that others have come, and to signal its ranks:
 #: with PyTorch 1 it looks every 5 s.
 AGENT_SECONDS = 15.0
+#: Schedulers signal every process of a job, and the agent passes the signal on, too. A second
+#: signal within this time, in seconds, counts as the same notice.
+SAME_NOTICE_SECONDS = 3.0
+#: SIGUSR1 is what Slurm sends ahead of time if it is asked to (``--signal=USR1@120``).
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @HOOKS.register_module()
@@ -32,19 +36,11 @@ class PreemptionHook(Hook):
     those of the other hosts are started again, and train on without this one. A single process,
     and a rank of ``mmdevplug train`` that got the signal, ends with the status that shells give to
     the signal, 143 for SIGTERM. A second SIGTERM, SIGINT or SIGHUP ends the process at once.
-
-    Args:
-        signals (Sequence[str]): Defaults to SIGTERM, SIGINT, SIGHUP (unless it is ignored, as by
-            ``nohup``), and SIGUSR1, which Slurm sends ahead of time if it is asked to
-            (``--signal=USR1@120``).
     """
 
     priority = 'LOWEST'
 
-    def __init__(
-        self, signals: Sequence[str] = ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1')
-    ) -> None:
-        self._signals = [getattr(signal, name) for name in signals]
+    def __init__(self) -> None:
         self._handlers: Dict[int, Any] = {}
         self._agreement: Optional[StopAgreement] = None
         self._asked: Optional[int] = None  # the first signal
@@ -58,9 +54,9 @@ class PreemptionHook(Hook):
             return  # Python handles signals in the main thread alone.
         self._pid = os.getpid()
         self._asked, self._asked_to_end = None, 0.0
-        for number in self._signals:
+        for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue
+                continue  # as by `nohup`
             self._handlers[number] = signal.signal(number, self._on_signal)
 
     def after_train(self, runner: AnyRunner) -> None:

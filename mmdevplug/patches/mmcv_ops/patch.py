@@ -11,7 +11,7 @@ from mmdevplug.utils.logs import log_warning
 
 from .host_call import call_on_host, is_reduced
 from .interception import Interception
-from .kernels import called_for_vendor, lacks_kernel
+from .kernels import Kernels, called_for_vendor, lacks_kernel
 
 _HOST = torch.device('cpu')
 
@@ -23,7 +23,7 @@ class OperatorPatch:
         #: How often each operator ran on the host.
         self.calls: Dict[str, int] = {}
         self.interception = Interception(self.call)
-        self._kernels: Any = None
+        self._kernels = Kernels()
 
     def call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
         """Call a function of ``mmcv._ext`` where it has a kernel."""
@@ -33,10 +33,6 @@ class OperatorPatch:
             if any(map(is_reduced, values)):
                 return call_on_host(function, args, kwargs, _HOST)
             return function(*args, **kwargs)
-        if self._kernels is None:
-            from .kernels import Kernels
-
-            self._kernels = Kernels()
         if self._kernels.has_kernel(function.__name__, device, self.interception.originals):
             try:
                 return function(*args, **kwargs)
