@@ -3,7 +3,7 @@
 import os
 from typing import Iterator, List, Mapping, Optional
 
-from mmdevplug.environments.launch_variables import Environment, find_environment
+from mmdevplug.environments.launch_variables import Environment, find_environment, read_launch_env
 from mmdevplug.environments.stale import stale_variables, unset_line
 from mmdevplug.errors import LaunchError
 
@@ -49,8 +49,13 @@ def _stale(environ: Mapping[str, str]) -> Iterator[Finding]:
     if not stale:
         return
     named = ' '.join(f'{name}={value}' if name in SHOWN else name for name, value in stale.items())
+    problem = ''
+    try:
+        read_launch_env('pytorch', environ)
+    except LaunchError as error:
+        problem = f'. For torchrun they are wrong, too: {error}'
     yield section.warning(
-        f'left over from an earlier job: {named}',
+        f'left over from an earlier job: {named}{problem}',
         'scripts that read them take a single process for one of several, and wait for the others '
         'without end.',
         unset_line(stale),

@@ -10,7 +10,8 @@ from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import to_device
 from mmdevplug.errors import SampleError, first_line
-from mmdevplug.fault_tolerance.failure import enter_phase
+from mmdevplug.fault_tolerance.failure import enter_phase, known_to_all, raise_if_another_failed
+from mmdevplug.fault_tolerance.failure_watch import GRACE_SECONDS
 
 from .byte_exchange import exchange_bytes
 from .wire import dumps, loads
@@ -33,7 +34,8 @@ def gather_results(results: Sequence[Any]) -> Optional[List[List[Any]]]:
         list or None: The results of each rank, tensors on the host; None on other ranks.
 
     Raises:
-        SampleError: If a result cannot be pickled, on the rank that has it.
+        SampleError: If a result cannot be pickled, on the rank that has it and on rank 0.
+        RankFailedError: On rank 0 in place of it, in a job that reports failures.
     """
     enter_phase('gathering results')
     results = to_device(list(results), 'cpu')
@@ -45,17 +47,30 @@ def gather_results(results: Sequence[Any]) -> Optional[List[List[Any]]]:
         try:
             message = dumps((chunk, sent + count < len(results)), trusted=True)
         except Exception as error:  # whatever an object's own code raises
-            raise SampleError(
-                f'rank {torch_dist.get_rank()}: results {sent} to {sent + len(chunk) - 1} of '
-                f'{len(results)} that a metric keeps cannot be sent to rank 0: '
-                f'{type(error).__name__}: {first_line(error)}. Keep numbers, arrays, tensors and '
-                f"containers of them in the metric's results."
-            ) from error
+            refusal = _refusal(results, sent, error)
+            exchange_bytes({0: dumps((str(refusal), False))}, [])
+            raise refusal from error
         exchange_bytes({0: message}, [])
         sent += count
         if sent >= len(results):
             return None
         count = max(1, min(2 * count, count * CHUNK_BYTES // message.numel()))
+
+
+def _refusal(results: List[Any], begin: int, error: Exception) -> SampleError:
+    """Name the first result, at ``begin`` or behind it, that cannot be pickled."""
+    for index in range(begin, len(results)):
+        try:
+            dumps(results[index], trusted=True)
+        except Exception as found:  # as above
+            begin, error = index, found
+            break
+    return SampleError(
+        f'rank {torch_dist.get_rank()}: result {begin} of {len(results)} that a metric keeps, of '
+        f'type {type(results[begin]).__name__}, cannot be sent to rank 0, because it cannot be '
+        f'pickled: {type(error).__name__}: {first_line(error)}. Keep numbers, arrays, tensors and '
+        f"containers of them in the metric's results."
+    )
 
 
 def _receive(ranks: Sequence[int]) -> List[List[Any]]:
@@ -64,6 +79,9 @@ def _receive(ranks: Sequence[int]) -> List[List[Any]]:
     while sending:
         for rank in list(sending):
             chunk, more = loads(exchange_bytes({}, [rank])[rank], trusted=True)
+            if isinstance(chunk, str):
+                raise_if_another_failed(wait=2 * GRACE_SECONDS)
+                raise known_to_all(SampleError(chunk))
             received[rank] += chunk
             if not more:
                 sending.remove(rank)
