@@ -1,37 +1,27 @@
 """Data loaders that count the batches they have yielded, and go on there in a resumed run."""
 
 import copy
-import hashlib
-import random
 from collections import deque
-from functools import lru_cache, partial
+from functools import lru_cache
 from inspect import isgenerator
 from itertools import chain, islice
 from math import inf
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 from weakref import ref
 
-import numpy as np
 import torch
 from mmengine.dist import get_rank, get_world_size
 from mmengine.registry import DATA_SAMPLERS
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.errors import SampleError
 from mmdevplug.utils.loops import UNKNOWN
-from mmdevplug.utils.patching import patch_symbol
-from mmdevplug.utils.torch_compat import asks_samplers_for_batches
+
+from .seeded_workers import SeededBatch, WorkerInit, derive_seed
 
 #: A pass that gives more than this many times the length of its sampler has no end.
 MOST_PASSES = 2
-
-
-class SeededBatch(list):
-    """Hold the indices of a batch, and the seed for random augmentation in its worker."""
-
-    seed: int = 0  # below 2**63
 
 
 class Order:
@@ -363,45 +353,6 @@ def make_resumable(loader: Any, seed: Optional[int] = None, config: Any = None) 
     if isinstance(config, Mapping):
         loader.config = config
     return loader
-
-
-def derive_seed(*numbers: int) -> int:
-    """Hash numbers to a seed, so that neighbouring numbers get unrelated seeds."""
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, 'little') >> 1
-
-
-class WorkerInit:
-    """Initialize a worker process, so that it seeds its generators for each batch."""
-
-    def __init__(self, worker_init_fn: Optional[Callable[[int], None]]) -> None:
-        self._before = worker_init_fn
-
-    def __call__(self, worker_id: int) -> None:
-        if self._before is not None:
-            self._before(worker_id)
-        dataset = torch.utils.data.get_worker_info().dataset
-        fetch = partial(_fetch_seeded, dataset, getattr(dataset, '__getitems__', None))
-        # Only this process is changed.
-        if asks_samplers_for_batches():  # the fetcher looks for it on the object
-            dataset.__getitems__ = fetch
-        else:
-            patch_symbol(
-                _MapDatasetFetcher, 'fetch', lambda self, indices: self.collate_fn(fetch(indices))
-            )
-
-
-def _fetch_seeded(
-    dataset: Dataset, fetch: Optional[Callable[[Sequence[int]], List[Any]]], indices: Sequence[int]
-) -> List[Any]:
-    """Load the samples of a batch, after seeding for it."""
-    seed = getattr(indices, 'seed', None)
-    if seed is not None:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        # Not torch.manual_seed, which would start the devices in a worker.
-        torch.default_generator.manual_seed(seed)
-    return [dataset[index] for index in indices] if fetch is None else fetch(indices)
 
 
 def has_state(thing: object) -> bool:

@@ -9,7 +9,7 @@ from mmengine.dataset import InfiniteSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mmdevplug.data import ResumableLoader, make_resumable
-from mmdevplug.data.resumable_loader import derive_seed
+from mmdevplug.data.seeded_workers import derive_seed
 
 
 class Augmented(Dataset):
