@@ -205,7 +205,7 @@ class GroupBase(_Base):
         shown = ', '.join(kinds[:3]) + (', ...' if len(kinds) > 3 else '')
         return f'rank {self.rank()} of {self.size()}: {name}' + (f' of {shown}' if shown else '')
 
-    def _check_process(self, name: str, tensors: Sequence[Tensor] = ()) -> None:
+    def _check_tensors(self, name: str, tensors: Sequence[Tensor]) -> None:
         if os.getpid() != self._process:
             raise StagedError(
                 f'{self._describe(name, tensors)}: the process {os.getpid()} was forked from '
@@ -217,9 +217,6 @@ class GroupBase(_Base):
                 f'{self._describe(name, tensors)}: the group has ended, with '
                 f'destroy_process_group() or the program. Call it before, or start another group.'
             )
-
-    def _check_tensors(self, name: str, tensors: Sequence[Tensor]) -> None:
-        self._check_process(name, tensors)
         devices = {str(tensor.device) for tensor in tensors}
         if len(devices) > 1:
             raise StagedError(

@@ -11,22 +11,14 @@ from torch.distributed import ReduceOp
 from mmdevplug.utils.torch_compat import is_at_least, view_as_dtype
 
 #: Types that are added up in a wider one and rounded once.
-_WIDER: Dict[torch.dtype, torch.dtype] = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.int16: torch.int32,
-    torch.bool: torch.int32,
-}
-_WIDER.update(
-    {
-        getattr(torch, name): torch.float32
-        for name in ('float8_e4m3fn', 'float8_e5m2', 'float8_e4m3fnuz', 'float8_e5m2fnuz')
-        if hasattr(torch, name)  # since PyTorch 2.1
-    }
-)
+_WIDER: Dict[torch.dtype, torch.dtype] = {torch.int16: torch.int32, torch.bool: torch.int32}
+for _name in ('e4m3fn', 'e5m2', 'e4m3fnuz', 'e5m2fnuz'):
+    if hasattr(torch, f'float8_{_name}'):  # since PyTorch 2.1
+        _WIDER[getattr(torch, f'float8_{_name}')] = torch.float32
 
 #: Types in which sums overflow, or lose most of an addend.
 HALVES = (torch.float16, torch.bfloat16)
+_WIDER.update(dict.fromkeys(HALVES, torch.float32))
 
 #: Of these, what gloo adds up by itself, with half the bytes.
 _OF_GLOO = {torch.float16}

@@ -22,7 +22,7 @@ from .work import StagedWork, overlap, tensors_in
 
 
 class Reductions(GroupBase):
-    """Sums of 1 MB and more are added up in memory that the ranks of a host share."""
+    """Large sums are added up in memory that the ranks of a host share, see :mod:`.large_sums`."""
 
     def allreduce(
         self, tensors: List[Tensor], opts: Optional['c10d.AllreduceOptions'] = None
@@ -38,6 +38,7 @@ class Reductions(GroupBase):
 
     def _all_reduce(self, name: str, tensors: List[Tensor], opts: Any) -> StagedWork:
         op = ReduceOp.SUM if opts is None else opts.reduceOp
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors  # as C++ takes it, too
 
         def start(buffers: HostBuffers) -> List[Any]:
             # A tensor that is there twice is added up once, as by gloo.

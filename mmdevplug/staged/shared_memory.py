@@ -62,7 +62,7 @@ def share_memory(
         inode = os.fstat(file).st_ino
         os.posix_fallocate(file, 0, size)  # now, while a lack of memory is still an error
     except (OSError, AttributeError) as caught:
-        error = f'{type(caught).__name__}: {caught} (asked for {size} bytes)'
+        error = f'{type(caught).__name__}: {caught} (asked for {size} bytes)'[:500]
     files = gather(dict(pid=os.getpid(), file=file, inode=inode, error=error))
     errors = [other['error'] for other in files]
     shared: List[SharedPart] = []
@@ -73,7 +73,7 @@ def share_memory(
                 for each in hosts.ranks[hosts.here]
             ]
         except OSError as caught:
-            error = f'{type(caught).__name__}: {caught}'
+            error = f'{type(caught).__name__}: {caught}'[:500]
         # Each rank keeps its file open until all ranks have opened it: this message waits.
         errors = gather(error)
     if file is not None:

@@ -239,16 +239,9 @@ class StagedProcessGroup(Reductions):
 def _keep_from_tracing() -> None:
     """Let torch.compile call the methods, which backward may do inside of what it traces."""
     disable = getattr(torch, '_disable_dynamo', None)  # since PyTorch 2.1
-    for name in _COLLECTIVES if disable is not None else ():
-        setattr(StagedProcessGroup, name, disable(getattr(StagedProcessGroup, name)))
+    for name, method in [*vars(Reductions).items(), *vars(StagedProcessGroup).items()]:
+        if disable is not None and (name[0] != '_' or name.endswith('_base')):
+            setattr(StagedProcessGroup, name, disable(method))
 
 
-_COLLECTIVES = (
-    *('allgather', '_allgather_base', 'allgather_coalesced', 'allgather_into_tensor_coalesced'),
-    *('all_gather_single', 'all_gather_single_coalesced', 'allreduce', 'allreduce_coalesced'),
-    *('alltoall', 'alltoall_base', 'all_to_all_single', 'average', 'barrier', 'broadcast'),
-    *('gather', 'recv', 'recv_anysource', 'reduce', 'reduce_scatter', '_reduce_scatter_base'),
-    *('reduce_scatter_single', 'reduce_scatter_single_coalesced'),
-    *('reduce_scatter_tensor_coalesced', 'scatter', 'send'),
-)
 _keep_from_tracing()
