@@ -22,7 +22,7 @@ from .failure_watch import FailureWatch
 
 _COMMUNICATION = re.compile(
     r'gloo|connection (closed|reset|refused) by peer|nccl|hccl|eccl|processgroup|tcpstore'
-    r'|broken pipe',
+    r'|broken pipe|\(process \d+\) (ended|left the group|did not )',
     re.IGNORECASE,
 )
 

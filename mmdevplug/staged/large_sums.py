@@ -1,7 +1,6 @@
 """Large sums of a process group: whether its ranks share memory for them, and where."""
 
 import json
-import os
 import warnings
 from datetime import timedelta
 from typing import Any, Callable, List, Optional, Sequence
@@ -10,17 +9,11 @@ import torch
 from torch import Tensor, distributed as torch_dist
 
 from .host_buffers import pins_memory, size_of
-from .shared_memory import RanksByHost, group_by_host, host_name, share_memory
+from .shared_memory import group_by_host, host_name, share_memory
 from .shared_sum import SharedSums, memory_size
 
-#: Of fewer bytes a sum is a message in any case.
-LEAST_BYTES = 16 << 10
-#: What it is multiplied by where each rank has a core. Where it has not, threads of gloo wait for
-#: each other: on 2 cores, 64 KB take 4 ranks 0.3 of gloo's time in shared memory, and 2 ranks 1.8.
-#: Nothing is measured at run time: it would change the order of addends, and so the last bits.
-_APART = 64
-#: Of what ranks tell each other, filled up with spaces.
-_JSON_BYTES = 4096
+#: Of fewer bytes, the message takes less time than waiting for the others in shared memory.
+LEAST_BYTES = 1 << 20
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -37,7 +30,6 @@ class LargeSums:
 
     Attributes:
         sums (SharedSums, optional): None until the first large sum, and where ranks do not share.
-        least_bytes (float, optional): Of a large sum. The ranks agree on it when they first sum.
     """
 
     def __init__(
@@ -53,23 +45,17 @@ class LargeSums:
         self._start_thread = start_thread
         self._store, self._rank, self._size = store, rank, size
         self._timeout = timeout
-        self.least_bytes: Optional[float] = None
-        self._hosts: Optional[RanksByHost] = None
         self.sums: Optional[SharedSums] = None
-        self._sought = False
+        self._sought = size == 1
 
     def suiting(self, tensor: Tensor) -> Optional[SharedSums]:
         """Where ranks add up a tensor in shared memory; None on all ranks where they do not."""
         size = size_of(tensor)
-        if tensor.dtype not in _DTYPES or size < LEAST_BYTES or not size or self._size == 1:
-            return None
-        if self._hosts is None:
-            self._hosts = self._meet(tensor.device.type)
-        if self.least_bytes is not None and size < self.least_bytes:
+        if tensor.dtype not in _DTYPES or size < LEAST_BYTES or not size:
             return None
         if not self._sought:
             self._sought = True
-            self.sums = self._share(self._hosts)
+            self.sums = self._share(tensor.device.type)
         return self.sums
 
     def close(self) -> None:
@@ -78,40 +64,28 @@ class LargeSums:
         if self.sums is not None:
             self.sums.close()
 
-    def _meet(self, device_type: str) -> RanksByHost:
-        """Agree which sums are large, and who can share; a message between all ranks."""
+    def _share(self, device_type: str) -> Optional[SharedSums]:
+        """Agree whether ranks add up in shared memory; a message between all of them."""
         # Page-locked memory cannot be shared, and copies to it make up for that.
         suits = not pins_memory(device_type)
-        own = (
-            os.sched_getaffinity(0)
-            if hasattr(os, 'sched_getaffinity')
-            else range(os.cpu_count() or 1)
-        )
-        told = [host_name(), device_type, suits, len(own)]
-        names, types, suiting, cores = zip(*self._gather(told))
+        names, types, suiting = zip(*self._gather([host_name(), device_type, suits]))
         if len(set(types)) > 1 and self._rank == 0:
             listed = ', '.join(f'rank {rank} {each!r}' for rank, each in enumerate(types))
             warnings.warn(
                 f'ranks of one group have tensors on different kinds of devices: {listed}. The '
                 f'collectives take them, but all ranks wait for the slowest.',
-                stacklevel=3,
+                stacklevel=2,
             )
         hosts = group_by_host(names, self._rank)
-        counts = {len(ranks) for ranks in hosts.ranks}
-        self._sought = not all(suiting) or len(counts) > 1 or counts == {1}
-        if self.least_bytes is None:
-            self.least_bytes = LEAST_BYTES * (1 if max(counts) > min(cores) else _APART)
-        return hosts
-
-    def _share(self, hosts: RanksByHost) -> Optional[SharedSums]:
-        """Share memory, if all ranks can."""
-        count = len(hosts.ranks[0])
-        parts = share_memory(memory_size(count), hosts, self._gather, self._rank)
-        if parts is None:
-            return None
-        peers = [ranks[hosts.local_rank] for ranks in hosts.ranks]
-        between = self._make_group(peers) if len(peers) > 1 else None
-        return SharedSums(parts, hosts, between, self._size, self._timeout, self._start_thread)
+        counts = [len(ranks) for ranks in hosts.ranks]
+        if all(suiting) and len(set(counts)) == 1 and counts[0] > 1:
+            parts = share_memory(memory_size(counts[0]), hosts, self._gather, self._rank)
+            if parts is not None:
+                peers = [ranks[hosts.local_rank] for ranks in hosts.ranks]
+                between = self._make_group(peers) if len(peers) > 1 else None
+                limits = self._size, self._timeout
+                return SharedSums(parts, hosts, between, *limits, self._start_thread)
+        return None
 
     def _gather(self, value: object) -> List[Any]:
         return _gather_json(value, self._gloo, self._size)
@@ -124,7 +98,14 @@ class LargeSums:
 
 def _gather_json(value: object, gloo: 'torch_dist.ProcessGroupGloo', size: int) -> List[Any]:
     """Give every rank the values of all ranks, of what JSON can write, in the order of ranks."""
-    text = bytearray(json.dumps(value).encode().ljust(_JSON_BYTES))
-    found = [torch.zeros(_JSON_BYTES, dtype=torch.uint8, device='cpu') for _ in range(size)]
-    gloo.allgather([found], [torch.frombuffer(text, dtype=torch.uint8)]).wait()
-    return [json.loads(each.numpy().tobytes()) for each in found]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    whole, byte = (dict(dtype=each, device='cpu') for each in (torch.int64, torch.uint8))
+    lengths = [torch.zeros(1, **whole) for _ in range(size)]
+    gloo.allgather([lengths], [torch.tensor([text.numel()], **whole)]).wait()
+    longest = max(int(length) for length in lengths)
+    padded = torch.zeros(longest, **byte)
+    padded[: text.numel()] = text
+    found = [torch.zeros(longest, **byte) for _ in range(size)]
+    gloo.allgather([found], [padded]).wait()
+    pairs = zip(found, lengths)
+    return [json.loads(each[: int(length)].numpy().tobytes()) for each, length in pairs]

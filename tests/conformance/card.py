@@ -9,8 +9,8 @@ from mmengine.config import Config
 from torch import Tensor
 
 from mmdevplug.accelerators import Accelerator, get_accelerator
-from mmdevplug.accelerators.probe import difference
 from mmdevplug.checks.accelerators import accelerator_options
+from tests.difference import difference
 from tests.ranks import RanksFailed, run_ranks
 
 #: Relative to the largest expected value: of operations, and of losses and weights of a training.

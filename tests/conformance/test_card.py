@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmdevplug.accelerators.probe import difference, probe_device
+from mmdevplug.accelerators.probe import probe_device
 from mmdevplug.accelerators.random_states import random_state, set_random_state
 from mmdevplug.checkpoint.state_copier import StateCopier
 from mmdevplug.checkpoint.writing import write_checkpoint
@@ -12,6 +12,7 @@ from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError
 from mmdevplug.staged.host_buffers import HostBuffers, pins_memory
 from tests.conformance.card import TOLERANCE, assert_equal
+from tests.difference import difference
 
 #: Every model needs these on its device; of others the report says which there are.
 NEEDED_DTYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool)

@@ -5,10 +5,10 @@ from contextlib import suppress
 import pytest
 import torch
 
-from mmdevplug.accelerators.probe import difference
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 from mmdevplug.utils.torch_compat import import_version_module
 from tests.conformance.card import PRODUCT_TOLERANCE, TOLERANCE, missing_kernel
+from tests.difference import difference
 
 #: What models of OpenMMLab and transformers train with, by their names in ``op_db``.
 _NAMES = """

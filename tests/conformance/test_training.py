@@ -10,10 +10,10 @@ from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, MODELS, RUNNERS
 from torch import nn
 
-from mmdevplug.accelerators.probe import difference
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.utils.model import unwrap_model
 from tests.conformance.card import PRODUCT_TOLERANCE
+from tests.difference import difference
 
 RANKS = 2
 ITERATIONS = 6
