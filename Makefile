@@ -71,7 +71,7 @@ ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 # TorchTPU warns of every name in torch.tpu that may change.
 ON_TPU := TPU_ON_CPU=1 PYTHONWARNINGS="ignore:<TorchTpu/"
 
-.PHONY: help install install-xla install-t20 install-tpu standins demo test test-long test-xla test-t20 test-tpu test-kills test-peers test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
+.PHONY: help install install-xla install-t20 install-tpu standins demo test test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
@@ -175,9 +175,10 @@ test-tpu: install-tpu  ## Run the tests on TorchTPU's released package, over XLA
 test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits
 	MMDEVPLUG_KILLS=100 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla and not tpu and not opencl"
 
-test-peers: install install-xla  ## Run PyTorch's own tests over `staged`, and MMEngine's if $(PEERS) is there
+test-pytorch: install  ## Run PyTorch's own tests of collectives and of DDP over `staged`, on the CPU
 	$(BIN)/python tests/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device cpu
-	$(BIN)/python tests/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device zeta
+
+test-peers: install install-xla  ## Run MMEngine's own tests on the CPU, torch_xla and a stand-in, if $(PEERS) is there
 ifeq ($(wildcard $(PEERS)),)
 	@echo "Skipped: no tests of MMEngine at $(PEERS). To run them: make test-peers PEERS=sources-of-mmengine.tar.gz"
 else
