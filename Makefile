@@ -175,8 +175,9 @@ test-tpu: install-tpu  ## Run the tests on TorchTPU's released package, over XLA
 test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits
 	MMDEVPLUG_KILLS=100 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla and not tpu and not opencl"
 
-test-pytorch: install  ## Run PyTorch's own tests of collectives and of DDP over `staged`, on the CPU
+test-pytorch: install  ## Run PyTorch's own tests of collectives and of DDP over `staged`, on the CPU and a card
 	$(BIN)/python tests/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device cpu
+	$(BIN)/python tests/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device zeta
 
 test-peers: install install-xla  ## Run MMEngine's own tests on the CPU, torch_xla and a stand-in, if $(PEERS) is there
 ifeq ($(wildcard $(PEERS)),)

@@ -106,7 +106,7 @@ def prepare(options):
     import torch
     from torch.testing._internal.common_distributed import MultiProcessTestCase
 
-    torch.set_num_threads(1)
+    # No torch.set_num_threads() here: threads of autograd cannot share its pool after a fork.
     fork = torch.multiprocessing.get_context('fork').Process
     # Spawned ranks would import everything anew, and would not have staged in gloo's place.
     MultiProcessTestCase._spawn_processes = lambda case: case._start_processes(fork)
