@@ -24,7 +24,7 @@ def run_files(files, options, plugins, in_turn=lambda path: False):
         in_turn (Callable): Of which files one runs at a time.
 
     Returns:
-        tuple: By test, the outcome and what is told of a failure; and all lines of records.
+        tuple: A dict from each test to its outcome and the text of a failure; and the records.
     """
     results, told_lines, waiting, running = {}, [], list(files), {}
     while waiting or running:
@@ -147,7 +147,7 @@ def report(told, results, known, stale, listed_in):
 
     Args:
         told (str): What ran, with a place for the counts.
-        results (dict): By test, the outcome and what is told of a failure.
+        results (dict): For each test its outcome and the text of a failure.
         known (dict): The reasons, by test.
         stale (list[str]): Tests that are known to fail and do not.
         listed_in (Path): Where they are listed.
