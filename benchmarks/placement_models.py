@@ -75,10 +75,7 @@ MODELS: Dict[str, Callable[[], nn.Module]] = {
     ),
     'Mixtral 8x7B': _transformers('AutoModelForCausalLM', 'MixtralConfig'),
     'ConvNeXt-XL': _transformers(
-        'AutoModel',
-        'ConvNextConfig',
-        depths=[3, 3, 27, 3],
-        hidden_sizes=[256, 512, 1024, 2048],
+        'AutoModel', 'ConvNextConfig', depths=[3, 3, 27, 3], hidden_sizes=[256, 512, 1024, 2048]
     ),
     'SegFormer-B5 (mmseg)': _openmmlab('mmseg', SEGMENTATION),
     'Cascade Mask R-CNN (mmdet)': _openmmlab('mmdet', DETECTION),

@@ -57,10 +57,7 @@ _LISTED = {
         'mmgen.models.architectures.common: get_module_device',
         'mmrazor.models.utils.utils: get_module_device',
     ),
-    LAZY_MODEL: (
-        'mmseg.models.losses.accuracy: accuracy',
-        'torch: _shape_as_tensor',
-    ),
+    LAZY_MODEL: ('mmseg.models.losses.accuracy: accuracy', 'torch: _shape_as_tensor'),
     AUTOCAST: ('mmengine.runner.amp.autocast: func',),
     VIDEOS: ('mmdet.evaluation.metrics.base_video_metric: collect_tracking_results_cpu',),
     PROCESS_GROUP: ('torch.distributed: barrier',),
@@ -97,67 +94,28 @@ for restore in (restore_mmengine, restore_barrier, restore_mmcv_ops):
 
 #: Periods in English: the beginning and the end.
 PERIODS_EN = {
-    JOB: (
-        'a runner starts, or `patch_mmengine()`',
-        '`restore_mmengine()`',
-    ),
-    LOG_FILES: (
-        'our runner is looked up, or `init_device()`',
-        '`restore_mmengine()`',
-    ),
-    MODEL: (
-        'a model is moved to a device that is not CUDA',
-        '`restore_mmengine()`',
-    ),
-    LAZY_MODEL: (
-        'a model is moved to a lazy device',
-        '`restore_mmengine()`',
-    ),
+    JOB: ('a runner starts, or `patch_mmengine()`', '`restore_mmengine()`'),
+    LOG_FILES: ('our runner is looked up, or `init_device()`', '`restore_mmengine()`'),
+    MODEL: ('a model is moved to a device that is not CUDA', '`restore_mmengine()`'),
+    LAZY_MODEL: ('a model is moved to a lazy device', '`restore_mmengine()`'),
     AUTOCAST: (
         '`patch_mmengine()` or `DeviceAmpOptimWrapper`, on a device whose mixed precision'
         ' MMEngine does not know; or a runner compiles its model',
         '`restore_mmengine()`',
     ),
-    VIDEOS: (
-        'a run of several ranks begins that has imported mmdet',
-        '`restore_mmengine()`',
-    ),
-    PROCESS_GROUP: (
-        '`init_device()`, where PyTorch finds no accelerator',
-        '`restore_barrier()`',
-    ),
-    MMCV_OPS: (
-        '`init_device()`',
-        '`restore_mmcv_ops()`',
-    ),
-    LOADING: (
-        'a checkpoint begins to load, or `init_weights()` begins',
-        'its end',
-    ),
-    BUILDING: (
-        'a rank other than the first builds a model to shard',
-        'its end',
-    ),
-    CONFIG: (
-        '`mmdevplug` begins to read a config, without pkg_resources',
-        'its end',
-    ),
-    GUARD: (
-        'a `DeviceGuard` that moves operands is entered',
-        'its exit',
-    ),
+    VIDEOS: ('a run of several ranks begins that has imported mmdet', '`restore_mmengine()`'),
+    PROCESS_GROUP: ('`init_device()`, where PyTorch finds no accelerator', '`restore_barrier()`'),
+    MMCV_OPS: ('`init_device()`', '`restore_mmcv_ops()`'),
+    LOADING: ('a checkpoint begins to load, or `init_weights()` begins', 'its end'),
+    BUILDING: ('a rank other than the first builds a model to shard', 'its end'),
+    CONFIG: ('`mmdevplug` begins to read a config, without pkg_resources', 'its end'),
+    GUARD: ('a `DeviceGuard` that moves operands is entered', 'its exit'),
     AUTOPATCH: (
         'a base config of ours is read in a script, or `mmdevplug.autopatch` is imported',
         'the end of the process',
     ),
-    WATCH: (
-        'a distributed job begins to watch its ranks',
-        'the end of the process',
-    ),
-    A_RANK: (
-        'a rank of `mmdevplug train --nproc` starts, without `--verbose`',
-        'its end',
-    ),
+    WATCH: ('a distributed job begins to watch its ranks', 'the end of the process'),
+    A_RANK: ('a rank of `mmdevplug train --nproc` starts, without `--verbose`', 'its end'),
     WORKER: (
         'a worker process of a data loader starts, with PyTorch before 1.13',
         'the end of the worker process',

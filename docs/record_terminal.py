@@ -31,11 +31,8 @@ SEGFORMER = 'segformer_mit-b5_8xb1-160k_cityscapes-1024x1024.py'
 
 RECORDINGS: Dict[str, Tuple[Typed, ...]] = dict(
     plan_segformer=(
-        (
-            f'mmdevplug plan {SEGFORMER} --devices xla:0-3 --training',
-            re.compile('EncoderDecoder'),
-        ),
-    ),
+        (f'mmdevplug plan {SEGFORMER} --devices xla:0-3 --training', re.compile('EncoderDecoder')),
+    )
 )
 #: Folders in which commands are typed, where that is not the checkout.
 FOLDERS = {'plan_segformer': ('mmseg', '.mim/configs/segformer')}

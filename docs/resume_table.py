@@ -34,9 +34,7 @@ momentum and of the weight decay (`MultiStepLR`, `MultiStepMomentum`,
         exact='exact',
         differs='**differs**',
         counting=dict(
-            epochs='epochs',
-            iterations='iterations',
-            converted='epochs, `convert_to_iter_based`',
+            epochs='epochs', iterations='iterations', converted='epochs, `convert_to_iter_based`'
         ),
         notes="""\
 - {} trainings, {} exact. A superscript says what a step of the schedule is: {}.
@@ -65,9 +63,7 @@ momentum and of the weight decay (`MultiStepLR`, `MultiStepMomentum`,
         exact='精确',
         differs='**不同**',
         counting=dict(
-            epochs='epoch',
-            iterations='迭代',
-            converted='epoch，使用 `convert_to_iter_based`',
+            epochs='epoch', iterations='迭代', converted='epoch，使用 `convert_to_iter_based`'
         ),
         notes="""\
 - 共 {} 次训练，其中 {} 次精确。上标表示调度器的一步：{}。

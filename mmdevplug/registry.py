@@ -33,8 +33,7 @@ MODULES = dict(
         SafeCheckpointHook='safe_checkpoint_hook',
     ),
     optim=dict(
-        DeviceAmpOptimWrapper='device_amp_optim_wrapper',
-        DeviceOptimWrapper='device_optim_wrapper',
+        DeviceAmpOptimWrapper='device_amp_optim_wrapper', DeviceOptimWrapper='device_optim_wrapper'
     ),
 )
 

@@ -35,12 +35,7 @@ def measured(function, args):
 
 def _follow_backward():
     """Trace methods that backward calls, in whichever thread it runs."""
-    from mmdevplug.gradients import (
-        buckets,
-        ddp_hook,
-        lazy_staging,
-        nonfinite,
-    )
+    from mmdevplug.gradients import buckets, ddp_hook, lazy_staging, nonfinite
     from mmdevplug.model import normalize, statistics_exchange
     from mmdevplug.staged import (
         group_base,

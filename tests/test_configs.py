@@ -283,12 +283,7 @@ def test_new_style_config_may_change_the_accelerator(tmp_path):
 
 @pytest.mark.parametrize(
     ('name', 'accelerator'),
-    [
-        ('digits', None),
-        ('digits_cpu', 'cpu'),
-        ('digits_gcu_t20_8x', 'gcu'),
-        ('digits_xla', 'xla'),
-    ],
+    [('digits', None), ('digits_cpu', 'cpu'), ('digits_gcu_t20_8x', 'gcu'), ('digits_xla', 'xla')],
 )
 def test_digits_config_names_its_accelerator(name, accelerator):
     cfg = Config.fromfile(str(ROOT / 'configs' / 'digits' / f'{name}.py'))

@@ -151,10 +151,7 @@ def test_the_chinese_page_is_chinese(page):
 
 @pytest.mark.parametrize(
     ('readme', 'heading', 'page'),
-    [
-        (READMES[0], '## Status', EN / 'support.md'),
-        (READMES[1], '## 验证情况', ZH / 'support.md'),
-    ],
+    [(READMES[0], '## Status', EN / 'support.md'), (READMES[1], '## 验证情况', ZH / 'support.md')],
     ids=lambda value: getattr(value, 'name', value),
 )
 def test_tables_of_the_readme_are_those_of_the_page(readme, heading, page):

@@ -4,10 +4,7 @@ default_scope = 'mmengine'
 
 model = dict(
     type='DigitsClassifier',
-    init_cfg=[
-        dict(type='Kaiming', layer='Conv2d'),
-        dict(type='Normal', layer='Linear', std=0.01),
-    ],
+    init_cfg=[dict(type='Kaiming', layer='Conv2d'), dict(type='Normal', layer='Linear', std=0.01)],
 )
 
 # For each rank: two ranks make a batch of 128.
@@ -38,10 +35,7 @@ optim_wrapper = dict(
     type='OptimWrapper', optimizer=dict(type='SGD', lr=0.03, momentum=0.9, weight_decay=1e-2)
 )
 param_scheduler = dict(
-    type='CosineAnnealingLR',
-    eta_min=1e-3,
-    by_epoch=True,
-    convert_to_iter_based=True,
+    type='CosineAnnealingLR', eta_min=1e-3, by_epoch=True, convert_to_iter_based=True
 )
 auto_scale_lr = dict(enable=False, base_batch_size=128)
 

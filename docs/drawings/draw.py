@@ -140,8 +140,7 @@ def staging(say: Say) -> Drawing:
     )
     d.box(120, 290, 620, 50, 'host', 'gloo', gloo)
     note = say(
-        '1  copied to the host;  4  the average is copied back',
-        '1  拷到主机；4  平均值拷回设备',
+        '1  copied to the host;  4  the average is copied back', '1  拷到主机；4  平均值拷回设备'
     )
     d.text(430, 366, note, 13, PALE)
     return d

@@ -17,11 +17,7 @@ from .context import (
     set_device_context,
 )
 from .cpu import CPUAccelerator
-from .detection import (
-    available_accelerators,
-    choose_accelerator,
-    get_accelerator,
-)
+from .detection import available_accelerators, choose_accelerator, get_accelerator
 from .move_nested import to_device
 
 __getattr__ = importing(

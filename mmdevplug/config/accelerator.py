@@ -45,8 +45,7 @@ class AcceleratorOptions(Options):
         check=choice('auto', 'host', 'device'),
     )
     memory: bool = flag(
-        True,
-        'Log memory of the host, and warn if it doubles; log that of each device of several.',
+        True, 'Log memory of the host, and warn if it doubles; log that of each device of several.'
     )
     pad_to: Optional[PadTo] = option(
         None,

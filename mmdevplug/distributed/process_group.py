@@ -45,11 +45,7 @@ from mmdevplug.fault_tolerance.abort import say
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase, watch_for_failures
 from mmdevplug.fault_tolerance.failure_watch import REPORT_SECONDS
 from mmdevplug.fault_tolerance.heartbeat import COMPILING_SECONDS
-from mmdevplug.fault_tolerance.store_barrier import (
-    LEAVE_SECONDS,
-    next_meeting,
-    run_on_every_rank,
-)
+from mmdevplug.fault_tolerance.store_barrier import LEAVE_SECONDS, next_meeting, run_on_every_rank
 from mmdevplug.staged import group_base as staged
 from mmdevplug.utils.logs import log_warning
 
@@ -173,9 +169,7 @@ def _join_job(env: LaunchEnv, wait: timedelta, options: Dict[str, Any]) -> Any:
 
 
 def _prepare_devices(
-    config: AcceleratorConfig,
-    env: LaunchEnv,
-    choose_devices: Optional[ChooseDevices],
+    config: AcceleratorConfig, env: LaunchEnv, choose_devices: Optional[ChooseDevices]
 ) -> Tuple[Choice, Sequence[torch.device], Tuple[str, ...]]:
     """Choose the accelerator, and try this rank's devices; also what dtypes they do not keep."""
     choice = choose_accelerator(config)

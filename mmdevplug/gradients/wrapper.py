@@ -5,10 +5,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from mmengine.logging import print_log
-from mmengine.model import (
-    MMDistributedDataParallel,
-    detect_anomalous_params,
-)
+from mmengine.model import MMDistributedDataParallel, detect_anomalous_params
 from mmengine.optim import OptimWrapper
 from mmengine.registry import MODEL_WRAPPERS
 from torch import Tensor, distributed as torch_dist, nn
@@ -21,11 +18,7 @@ from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.loss_path import check_loss
-from mmdevplug.model.move import (
-    describe_misplaced,
-    misplaced_tensors,
-    move_module,
-)
+from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module
 from mmdevplug.model.norm_layers import convert_norm_layers
 from mmdevplug.utils.annotations import AnyGroup, AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers

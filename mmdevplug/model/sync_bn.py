@@ -15,11 +15,7 @@ from mmdevplug.errors import ModelError
 from mmdevplug.utils.annotations import AnyGroup
 
 from .normalize import SynchronizedNormalize, normalize_frozen
-from .statistics_exchange import (
-    StatisticsExchange,
-    local_statistics,
-    statistics_group,
-)
+from .statistics_exchange import StatisticsExchange, local_statistics, statistics_group
 
 
 class DeviceSyncBatchNorm(_BatchNorm):

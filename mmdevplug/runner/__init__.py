@@ -7,7 +7,4 @@ from .init_device import init_device
 
 patch_device_id()  # the registry logs that it has found the runner, before there is one
 
-__all__ = [
-    'DeviceRunner',
-    'init_device',
-]
+__all__ = ['DeviceRunner', 'init_device']

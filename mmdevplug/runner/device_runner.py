@@ -41,11 +41,7 @@ from mmdevplug.gradients.wrapper_arguments import refuse_frozen
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.prepare import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
-from mmdevplug.optim.adapt_config import (
-    adapt_optim_wrapper_cfg,
-    check_optimizers,
-    describe_fp16,
-)
+from mmdevplug.optim.adapt_config import adapt_optim_wrapper_cfg, check_optimizers, describe_fp16
 from mmdevplug.patches.autocast import patch_autocast
 from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.sharding import Sharding

@@ -15,9 +15,7 @@ from mmdevplug.utils.torch_compat import import_version_module
 
 
 def init_device(
-    launcher: str = 'none',
-    accelerator: AcceleratorConfig = None,
-    **options: object,
+    launcher: str = 'none', accelerator: AcceleratorConfig = None, **options: object
 ) -> DeviceContext:
     """Choose the accelerator, start the process group, patch functions that refuse the device.
 
@@ -49,10 +47,7 @@ def init_device(
 
 
 def init_from_options(
-    launcher: str,
-    options: AcceleratorOptions,
-    parallelism: Any,
-    dist_cfg: Dict[str, Any],
+    launcher: str, options: AcceleratorOptions, parallelism: Any, dist_cfg: Dict[str, Any]
 ) -> DeviceContext:
     """Call :func:`init_device` for a runner, and patch MMEngine."""
     context = init_device(

@@ -8,15 +8,7 @@ from torch.distributed import ReduceOp, distributed_c10d as c10d
 from mmdevplug.utils.torch_compat import is_functional
 
 from .group_base import GroupBase, Parts
-from .host_buffers import (
-    HALVES,
-    HostBuffers,
-    averaged,
-    combine,
-    is_average,
-    scale,
-    summand,
-)
+from .host_buffers import HALVES, HostBuffers, averaged, combine, is_average, scale, summand
 from .shared_sum import SharedSum, SharedSums
 from .work import StagedWork, overlap, tensors_in
 

@@ -118,10 +118,7 @@ class StagedProcessGroup(Reductions):
         return self._run(name, [*inputs, *tensors_in(outputs)], results, start)
 
     def gather(
-        self,
-        outputs: List[List[Tensor]],
-        inputs: List[Tensor],
-        opts: 'c10d.GatherOptions',
+        self, outputs: List[List[Tensor]], inputs: List[Tensor], opts: 'c10d.GatherOptions'
     ) -> StagedWork:
         """See :func:`torch.distributed.gather`."""
 
@@ -132,10 +129,7 @@ class StagedProcessGroup(Reductions):
         return self._run('gather', [*inputs, *tensors_in(outputs)], outputs, start)
 
     def scatter(
-        self,
-        outputs: List[Tensor],
-        inputs: List[List[Tensor]],
-        opts: 'c10d.ScatterOptions',
+        self, outputs: List[Tensor], inputs: List[List[Tensor]], opts: 'c10d.ScatterOptions'
     ) -> StagedWork:
         """See :func:`torch.distributed.scatter`."""
 

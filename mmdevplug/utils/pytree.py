@@ -159,9 +159,7 @@ def is_opaque(kind: type) -> bool:
 
 
 def replace_parts(
-    nested: Any,
-    function: Callable[[Tensor], Tensor],
-    other: Optional[Callable[[Any], Any]] = None,
+    nested: Any, function: Callable[[Tensor], Tensor], other: Optional[Callable[[Any], Any]] = None
 ) -> Any:
     """Apply functions to the leaves of nested containers.
 

@@ -79,11 +79,7 @@ def test_other_vendors_backend_is_refused_with_those_that_work_here(monkeypatch)
 
 @pytest.mark.parametrize(
     ('backend', 'accelerator'),
-    [
-        (ABSENT, CARD),
-        (f'cpu:gloo,zeta:{ABSENT}', CARD),
-        (f'cpu:gloo,cuda:{ABSENT}', CPU),
-    ],
+    [(ABSENT, CARD), (f'cpu:gloo,zeta:{ABSENT}', CARD), (f'cpu:gloo,cuda:{ABSENT}', CPU)],
 )
 def test_backend_that_is_not_installed_is_refused_with_those_that_are(backend, accelerator):
     with pytest.raises(LaunchError) as caught:

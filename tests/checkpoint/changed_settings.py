@@ -12,11 +12,7 @@ from mmengine.hooks import Hook
 from mmengine.optim import _ParamScheduler, build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS, RUNNERS
 
-from mmdevplug.checkpoint.resume_settings import (
-    OptimizerSettings,
-    describe,
-    param_groups,
-)
+from mmdevplug.checkpoint.resume_settings import OptimizerSettings, describe, param_groups
 from mmdevplug.utils.model import list_optim_wrappers
 from tests.checkpoint import resume_cases  # noqa: F401  it registers what is trained
 from tests.checkpoint.resuming import Stop, quickly, tiny
@@ -207,12 +203,7 @@ def plan(*schedulers, lr=0.02, kind='SGD', wrapper=None, **more):
 
 def _schedule(kind, before, after, said, **more):
     """A setting of a schedule changes."""
-    return Case(
-        plan(dict(before, type=kind)),
-        plan(dict(after, type=kind)),
-        said,
-        **more,
-    )
+    return Case(plan(dict(before, type=kind)), plan(dict(after, type=kind)), said, **more)
 
 
 def _optimizer(before, after, said, kind='SGD', **more):
@@ -384,8 +375,6 @@ OTHER_SCHEDULES = dict(
     none_before=Case(plan(), plan(_ONE), ['param_scheduler', 'StepLR']),
     none_any_more=Case(plan(_ONE), plan(), ['StepLR', '[]']),
     rate_and_momentum=Case(
-        plan(_ONE),
-        plan(dict(_ONE, type='StepMomentum')),
-        ['StepLR', 'StepMomentum'],
+        plan(_ONE), plan(dict(_ONE, type='StepMomentum')), ['StepLR', 'StepMomentum']
     ),
 )

@@ -51,13 +51,7 @@ def test_it(work_dir, path):
 
 
 test_it.__test__ = False
-WAYS = [
-    resume,
-    resume_the_newest,
-    load,
-    initialize,
-    test_it,
-]
+WAYS = [resume, resume_the_newest, load, initialize, test_it]
 
 
 def attempt(way, work_dir, path):

@@ -8,13 +8,7 @@ from mmengine.registry import HOOKS
 from mmdevplug.checkpoint.fitting import check_names
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.errors import CheckpointError
-from tests.checkpoint.changed_settings import (
-    STEPS,
-    Case,
-    plan,
-    resumed,
-    run,
-)
+from tests.checkpoint.changed_settings import STEPS, Case, plan, resumed, run
 
 BASE = plan(STEPS)
 EMA = [dict(type='EMAHook', momentum=0.1)]

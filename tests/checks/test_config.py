@@ -133,11 +133,7 @@ def test_an_unknown_type_is_named(examine):
         ("sync_bn = 'exakt'", "sync_bn='exakt'"),
         *(
             (f'accelerator = dict({option})', f'accelerator.{option}')
-            for option in (
-                "pad_to='large'",
-                'compilations=7',
-                "memory='all'",
-            )
+            for option in ("pad_to='large'", 'compilations=7', "memory='all'")
         ),
         pytest.param('model = dict(channels=-3)', 'negative dimension', marks=needs_modes),
         ('train_dataloader = dict(dataset=dict(indices=0))', 'has 0 samples'),

@@ -7,14 +7,7 @@ import pytest
 import torch
 from mmengine.dist import get_rank, get_world_size
 from mmengine.registry import DATA_SAMPLERS, DATASETS, RUNNERS
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    Subset,
-)
+from torch.utils.data import BatchSampler, ConcatDataset, Dataset, IterableDataset, Sampler, Subset
 
 from mmdevplug.examples.digits import DigitsDataset
 from tests.jobs import digits_config, weights_of
@@ -172,9 +165,7 @@ def warnings_of(tmp_path, options):
         ),
         (dict(train_dataloader__sampler=dict(type='ByWeight', own=True)), []),
         (
-            dict(
-                train_dataloader__dataset__type='OtherOrder',
-            ),
+            dict(train_dataloader__dataset__type='OtherOrder'),
             ['train_dataloader: OtherOrder.data_address lists the same samples in another order'],
         ),
         (

@@ -214,10 +214,7 @@ CASES: Dict[str, Case] = {
         'x=input labels=target row=weight',
     ),
     'mse_loss': Case(
-        'torch.nn.functional.mse_loss',
-        lambda x, y: F.mse_loss(x, y),
-        'y',
-        'x=input y=target',
+        'torch.nn.functional.mse_loss', lambda x, y: F.mse_loss(x, y), 'y', 'x=input y=target'
     ),
     'out': Case('torch.add', add_out, 'out', 'x=input y=other out=out'),
     'recurrent': Case(

@@ -120,9 +120,7 @@ def carry(name, backend):
         torch_dist.all_reduce(tensor, group=pair)
         got['pair'] = tensor.tolist()
     model = torch.nn.parallel.DistributedDataParallel(
-        nn.Linear(2, 1, bias=False).to(device),
-        device_ids=[rank],
-        find_unused_parameters=True,
+        nn.Linear(2, 1, bias=False).to(device), device_ids=[rank], find_unused_parameters=True
     )
     model(mine(1, 2)).sum().backward()
     got['ddp'] = model.module.weight.grad.tolist()

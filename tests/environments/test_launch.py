@@ -213,11 +213,7 @@ def test_rank_beyond_the_world_is_refused_with_both_values(launcher, rank, world
 
 @pytest.mark.parametrize(
     ('launcher', 'world_size'),
-    [
-        ('pytorch', 'WORLD_SIZE'),
-        ('slurm', 'SLURM_NTASKS'),
-        ('mpi', 'OMPI_COMM_WORLD_SIZE'),
-    ],
+    [('pytorch', 'WORLD_SIZE'), ('slurm', 'SLURM_NTASKS'), ('mpi', 'OMPI_COMM_WORLD_SIZE')],
 )
 def test_world_of_nobody_is_refused(launcher, world_size):
     message = refusal(launcher, changed(VARIABLES[launcher], **{world_size: '0'}))

@@ -133,8 +133,7 @@ class TinyGAN(BaseModel):
             with torch.no_grad():
                 fakes = self.generator(latent)
             losses = dict(
-                loss_real=self._score_loss(images, True),
-                loss_fake=self._score_loss(fakes, False),
+                loss_real=self._score_loss(images, True), loss_fake=self._score_loss(fakes, False)
             )
             loss, log_vars = self.parse_losses(losses)
         wrapper.update_params(loss)

@@ -37,16 +37,7 @@ ACCELERATORS = [
 
 #: On torch_xla, ``gcu`` differs from ``xla`` in copies, flushes and mixed precision, which these
 #: rows meet; ``make test-t20`` trains all rows on the same card. The table wants all of both.
-OF_GCU = [
-    'sgd',
-    'accumulation',
-    'amp',
-    'sync_bn',
-    'anomalous',
-    'gan',
-    'collect_results',
-    'zero',
-]
+OF_GCU = ['sgd', 'accumulation', 'amp', 'sync_bn', 'anomalous', 'gan', 'collect_results', 'zero']
 
 
 def is_run(name, accelerator):

@@ -4,11 +4,7 @@ import os
 
 import pytest
 import torch
-from mmengine.model import (
-    BaseModel,
-    MMDistributedDataParallel,
-    MMSeparateDistributedDataParallel,
-)
+from mmengine.model import BaseModel, MMDistributedDataParallel, MMSeparateDistributedDataParallel
 from mmengine.optim import OptimWrapper
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -44,10 +44,7 @@ def validate(accelerator, work_dir, kind, wrapper):
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 @pytest.mark.parametrize(
     ('kind', 'wrapper'),
-    [
-        ('FrozenDigits', None),
-        ('DigitsByMean', dict(type='MMSeparateDistributedDataParallel')),
-    ],
+    [('FrozenDigits', None), ('DigitsByMean', dict(type='MMSeparateDistributedDataParallel'))],
 )
 def test_two_ranks_validate_as_one(tmp_path, accelerator, kind, wrapper):
     (expected,) = run_ranks(validate, 0, accelerator, tmp_path / 'one', kind, wrapper)

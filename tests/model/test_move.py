@@ -116,11 +116,7 @@ def gradients_of_hooked(kind, swaps=True):
 
 @pytest.mark.parametrize(
     ('kind', 'swaps'),
-    [
-        ('zeta', True),
-        ('zeta', False),
-        pytest.param('xla', True, marks=pytest.mark.xla),
-    ],
+    [('zeta', True), ('zeta', False), pytest.param('xla', True, marks=pytest.mark.xla)],
 )
 def test_hooks_attributes_and_references_survive(kind, swaps):
     expected, found = (run_ranks(gradients_of_hooked, 0, each, swaps)[0] for each in ('cpu', kind))

@@ -175,10 +175,7 @@ def train_on_device(accelerator, work_dir, frozen=False):
         work_dir=str(work_dir),
         train_cfg=dict(by_epoch=True, max_epochs=1),
         train_dataloader=dict(
-            dataset=data,
-            batch_size=2,
-            sampler=dict(type='DefaultSampler'),
-            collate_fn=collate,
+            dataset=data, batch_size=2, sampler=dict(type='DefaultSampler'), collate_fn=collate
         ),
         optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
         launcher=launcher,

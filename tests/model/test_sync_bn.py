@@ -100,11 +100,7 @@ def convert(context, sync_bn):
 
 OURS, ORDINARY = 'DeviceSyncBatchNorm', '_BatchNormXd'
 #: What becomes of the ordinary layers, and of the synchronized one.
-KINDS = {
-    None: (None, OURS),
-    'auto': (OURS, OURS),
-    'per_rank': (None, ORDINARY),
-}
+KINDS = {None: (None, OURS), 'auto': (OURS, OURS), 'per_rank': (None, ORDINARY)}
 
 
 @pytest.fixture(scope='module')

@@ -103,8 +103,7 @@ MODELS = {
     ),
     'mmseg': lambda: openmmlab(mmseg, 'upernet/upernet_r50_4xb2-40k_cityscapes-512x1024.py'),
     'mmseg swin': lambda: openmmlab(
-        mmseg,
-        'swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512.py',
+        mmseg, 'swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512.py'
     ),
     'mmdet': lambda: openmmlab(mmdet, 'faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'),
     'detr': lambda: openmmlab(mmdet, 'detr/detr_r50_8xb2-150e_coco.py'),

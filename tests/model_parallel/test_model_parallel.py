@@ -11,13 +11,7 @@ from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
 from tests.columns import CUDA, within
 from tests.features.rows import Told
-from tests.jobs import (
-    ROOT,
-    install_card,
-    largest_difference,
-    load_file,
-    need_mmcv_operations,
-)
+from tests.jobs import ROOT, install_card, largest_difference, load_file, need_mmcv_operations
 from tests.parallel_jobs import STEPS, build, train
 from tests.ranks import RanksFailed, run_ranks
 

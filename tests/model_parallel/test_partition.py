@@ -81,10 +81,7 @@ def test_cheaper_cuts_win_among_equals():
 
 @pytest.mark.parametrize(
     ('sizes', 'weights', 'ends'),
-    [
-        ([10**6] * 2, [1e6, 2e9], [1, 2]),
-        ([10**12, *[1] * 599], [1.0] * 600, list(range(1, 601))),
-    ],
+    [([10**6] * 2, [1e6, 2e9], [1, 2]), ([10**12, *[1] * 599], [1.0] * 600, list(range(1, 601)))],
 )
 def test_search_ends_where_the_largest_load_is_far_above_the_ideal(sizes, weights, ends):
     assert Partition(sizes, weights).best() == ends

@@ -33,10 +33,7 @@ def _short() -> Dict[str, Any]:
     return dict(
         sync_bn=None,
         train_cfg=dict(
-            _delete_=True,
-            type='IterBasedTrainLoop',
-            max_iters=ITERATIONS,
-            val_interval=ITERATIONS,
+            _delete_=True, type='IterBasedTrainLoop', max_iters=ITERATIONS, val_interval=ITERATIONS
         ),
         default_hooks=dict(
             logger=dict(interval=1),
@@ -300,10 +297,7 @@ def yolo(root: Path) -> Recipe:
                 dataset=dict(
                     **data,
                     filter_cfg=dict(min_size=1),
-                    pipeline=[
-                        *load,
-                        dict(type='mmdet.PackDetInputs', meta_keys=keys),
-                    ],
+                    pipeline=[*load, dict(type='mmdet.PackDetInputs', meta_keys=keys)],
                 )
             ),
             val_dataloader=dict(
@@ -327,9 +321,7 @@ def yolo(root: Path) -> Recipe:
                     ],
                 )
             ),
-            val_evaluator=dict(
-                ann_file=str(root / 'annotations' / 'instances_val2017.json'),
-            ),
+            val_evaluator=dict(ann_file=str(root / 'annotations' / 'instances_val2017.json')),
         ),
     )
 

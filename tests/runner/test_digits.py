@@ -7,10 +7,7 @@ from tests.jobs import PLAIN, largest_difference, train_digits
 from tests.ranks import run_ranks
 
 
-@pytest.mark.parametrize(
-    ('accelerator', 'ranks'),
-    [('cpu', 2), ('zeta', 0), lazy('lazy', 2)],
-)
+@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 2), ('zeta', 0), lazy('lazy', 2)])
 def test_accuracy(tmp_path, accelerator, ranks):
     results = run_ranks(train_digits, ranks, accelerator, tmp_path)
     assert results[0]['accuracy'] >= 97.0

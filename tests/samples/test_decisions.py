@@ -264,10 +264,7 @@ def test_rounds_are_logged_every_few_pools(log, monkeypatch):
     sampler = Source(5, 8, repeat=True).sampler()
     for _ in range(3):
         next(sampler)
-    assert log[:2] == [
-        'Sampling, pool 1: initial: 5/8',
-        'Sampling, pool 1: resample 1: 13/8',
-    ]
+    assert log[:2] == ['Sampling, pool 1: initial: 5/8', 'Sampling, pool 1: resample 1: 13/8']
     assert 'ranks take [0:8] of 8 samples after 1 resample(s); 5 valid' in log[2]
     assert not any('pool 2' in line for line in log)
     assert any('pool 3' in line for line in log)

@@ -148,8 +148,7 @@ def devices_of_batch(accelerator):
 
 
 @pytest.mark.parametrize(
-    'accelerator',
-    ['zeta', NATIVE, pytest.param('cuda', marks=pytest.mark.cuda)],
+    'accelerator', ['zeta', NATIVE, pytest.param('cuda', marks=pytest.mark.cuda)]
 )
 def test_the_batch_is_on_the_device_of_the_receiver(accelerator):
     job = run_ranks(devices_of_batch, 2, accelerator, **job_of(accelerator, 2))

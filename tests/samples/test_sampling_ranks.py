@@ -102,10 +102,7 @@ def test_all_ranks_draw_in_the_same_rounds(replayed):
     assert [rank['report'].by_rank for rank in found] == [(24, 16, 8, 16)] * 4
     assert [rank['rounds'] for rank in found] == [2] * 4
     lines = found[0]['lines']
-    assert lines[:2] == [
-        'Sampling, pool 1: initial: 56/64',
-        'Sampling, pool 1: resample 1: 64/64',
-    ]
+    assert lines[:2] == ['Sampling, pool 1: initial: 56/64', 'Sampling, pool 1: resample 1: 64/64']
     assert '[0:16] [16:32] [32:48] [48:64] of 64 samples after 1 resample(s); 0' in lines[2]
     assert [rank['lines'] for rank in found[1:]] == [[]] * 3
 

@@ -135,9 +135,7 @@ def _containers(kinds):
         kinds.map(lambda kind: st.builds(make_image, kind, st.integers(0, 9))),
         kinds.map(
             lambda kind: st.builds(
-                make_detections,
-                st.builds(lambda n: torch.zeros(n, 4), st.integers(0, 3)),
-                kind,
+                make_detections, st.builds(lambda n: torch.zeros(n, 4), st.integers(0, 3)), kind
             )
         ),
         st.tuples(kinds, kinds).map(lambda parts: st.builds(make_element, *parts)),

@@ -164,9 +164,7 @@ def detr():
         ),
         encoder=dict(num_layers=2, layer_cfg=layer),
         decoder=dict(
-            num_layers=2,
-            layer_cfg=dict(layer, cross_attn_cfg=attention),
-            return_intermediate=True,
+            num_layers=2, layer_cfg=dict(layer, cross_attn_cfg=attention), return_intermediate=True
         ),
         positional_encoding=dict(num_feats=16, normalize=True),
         bbox_head=dict(

@@ -12,9 +12,7 @@ T20_STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
 
 #: A device that shows how an entry of the visible-devices variable becomes a name.
 VISIBLE = dict(
-    zeta='ZETA_VISIBLE_DEVICES',
-    gcu='TOPS_VISIBLE_DEVICES',
-    npu='ASCEND_RT_VISIBLE_DEVICES',
+    zeta='ZETA_VISIBLE_DEVICES', gcu='TOPS_VISIBLE_DEVICES', npu='ASCEND_RT_VISIBLE_DEVICES'
 )
 
 

@@ -289,10 +289,7 @@ def _indexed(device):
 
 def _statistics(runner):
     layer = runner.model.module.stem[1]
-    return dict(
-        mean=layer.running_mean.cpu().tolist(),
-        batches=int(layer.num_batches_tracked),
-    )
+    return dict(mean=layer.running_mean.cpu().tolist(), batches=int(layer.num_batches_tracked))
 
 
 def _inference(name, folder, path):

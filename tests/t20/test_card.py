@@ -420,8 +420,7 @@ def test_data_parallel(torch_gcu, card):
 
 
 @pytest.mark.parametrize(
-    ('backend', 'message'),
-    [('eccl', "doesn't have ECCL built in"), ('gloo', 'only support eccl')],
+    ('backend', 'message'), [('eccl', "doesn't have ECCL built in"), ('gloo', 'only support eccl')]
 )
 def test_groups_are_refused(torch_gcu, card, tmp_path, backend, message):
     from torch_gcu import distributed

@@ -69,13 +69,7 @@ def test_adapters_are_where_their_layer_is(trained):
 def test_options_as_others_name_them(tmp_path):
     options = dict(OPTIONS, **{'train_cfg.max_iters': 5, 'train_cfg.val_interval': 5})
     (found,) = run_ranks(
-        train_llama,
-        0,
-        'xla',
-        tmp_path,
-        'llama_lora_dynamic.py',
-        options,
-        environ=THREE_DEVICES,
+        train_llama, 0, 'xla', tmp_path, 'llama_lora_dynamic.py', options, environ=THREE_DEVICES
     )
     assert set(found['devices'].values()) == {'xla:0', 'xla:1', 'xla:2'}
     assert found['losses'][-1] < found['losses'][0] - 0.3

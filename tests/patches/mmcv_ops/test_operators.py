@@ -22,9 +22,7 @@ from tests.ranks import RanksFailed, run_ranks
 
 LAZY = [pytest.param(name, marks=pytest.mark.xla) for name in ('xla', 'gcu')]
 ENVIRON = dict(
-    zeta={},
-    xla=dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES='2'),
-    gcu=dict(TOPS_VISIBLE_DEVICES='0,1'),
+    zeta={}, xla=dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES='2'), gcu=dict(TOPS_VISIBLE_DEVICES='0,1')
 )
 #: Layers that compute on the device too, which rounds in its own way.
 ON_THE_DEVICE = ('saconv', 'multi_scale_deformable_attention')

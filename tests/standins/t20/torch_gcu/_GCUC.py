@@ -4,13 +4,7 @@ import os
 from enum import Enum
 
 from t20_card import card
-from torch.distributed import (  # noqa: F401
-    PrefixStore,
-    ProcessGroup,
-    ReduceOp,
-    Store,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, ProcessGroup, ReduceOp, Store, TCPStore  # noqa: F401
 
 # No ProcessGroupECCL: on real installs it is missing, too, where Enflame's collectives are.
 

@@ -19,12 +19,7 @@ def _start(index, fn, args):
 
 def spawn(fn, args=(), nprocs=None, join=True, daemon=False, start_method='spawn'):
     return torch.multiprocessing.start_processes(
-        _start,
-        args=(fn, args),
-        nprocs=nprocs,
-        join=join,
-        daemon=daemon,
-        start_method=start_method,
+        _start, args=(fn, args), nprocs=nprocs, join=join, daemon=daemon, start_method=start_method
     )
 
 

@@ -5,11 +5,7 @@ from collections import defaultdict
 import torch
 
 try:
-    from torch.amp.grad_scaler import (
-        GradScaler as _Scaler,
-        OptState,
-        _refresh_per_optimizer_state,
-    )
+    from torch.amp.grad_scaler import GradScaler as _Scaler, OptState, _refresh_per_optimizer_state
 except ImportError:  # PyTorch before 2.3
     from torch.cuda.amp.grad_scaler import (  # noqa: F401
         GradScaler as _Scaler,

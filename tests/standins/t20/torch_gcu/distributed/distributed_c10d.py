@@ -248,21 +248,13 @@ def _reduce_scatter_base(output, input, op=ReduceOp.SUM, group=None, async_op=Fa
 
 
 def all_to_all_single(
-    output,
-    input,
-    output_split_sizes=None,
-    input_split_sizes=None,
-    group=None,
-    async_op=False,
+    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
 ):
     _refuse(group, (output, 'output'), (input, 'input'))
 
 
 def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
-    lists = [
-        (output_tensor_list, 'output_tensor_list'),
-        (input_tensor_list, 'input_tensor_list'),
-    ]
+    lists = [(output_tensor_list, 'output_tensor_list'), (input_tensor_list, 'input_tensor_list')]
     _refuse(group, lists=lists)
 
 
