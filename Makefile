@@ -50,21 +50,8 @@ link = ln -sfn "$(CURDIR)/mmdevplug" "$$($(1)/python -c '$(SITE)')/mmdevplug"
 PYTEST_T20 := -m pytest -n $(WORKERS) --dist loadfile
 # As collected: long files are not left for the end. pytest-xdist for Python 3.8 has no such option.
 PYTEST := $(PYTEST_T20) --no-loadscope-reorder
-# What runs nothing of PyTorch's, and so is the same on PyTorch 1.10: texts, configs, variables,
-# commands without a job, files of /proc.
-NO_TORCH := tests/deploy tests/peers \
-	$(addprefix tests/test_,configs.py docs.py install.py layout.py mim.py) \
-	$(addprefix tests/checks/test_,launch.py report.py) \
-	$(addprefix tests/cli/test_,brief_terminal.py cli_page.py configs.py containers.py host.py launch_fuzz.py launcher_choice.py plan.py pods.py slurm.py) \
-	$(addprefix tests/config/test_,accelerator.py model_parallel.py model_wrapper.py options_page.py) \
-	$(addprefix tests/environments/test_,kubernetes.py launch.py stale.py) \
-	tests/hooks/test_memory_hook.py \
-	$(addprefix tests/model_parallel/test_,accelerate_map.py parse_devices.py partition.py) \
-	tests/runner/test_log_processor.py
-# What the first part of test-t20 runs on PyTorch 1.10 already, on cards and beside them on the CPU,
-# or what looks at MMEngine and vendors' packages alone.
-IN_T20 := tests/features tests/sites tests/runner/test_stock_failures.py tests/test_add_an_accelerator.py \
-	$(addprefix tests/repos/test_,aerial_seg.py mmseg.py)
+# KINDS=--one-of-each: of tests that take long, one case of each kind, see tests/tiers.py.
+KINDS ?=
 # Graphs of tests are small and many: compiling them is what takes time.
 ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
@@ -157,17 +144,17 @@ standins: install  ## Compile the stand-in cards of the tests
 test: lint standins  ## Run the tests that need neither torch_xla nor a GPU, without those that take long
 	$(BIN)/python $(PYTEST) -m "not cuda and not xla and not tpu and not opencl and not t20 and not long"
 
-test-long: install  ## Run the tests on the CPU that take long
-	$(BIN)/python $(PYTEST) -m "long and not cuda and not xla and not tpu and not opencl and not t20"
+test-long: install  ## Run the tests on the CPU that take long (KINDS=--one-of-each: one of each kind)
+	$(BIN)/python $(PYTEST) $(KINDS) -m "long and not cuda and not xla and not tpu and not opencl and not t20"
 
 test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
-	$(ON_XLA) $(BIN_XLA)/python $(PYTEST) -m xla
+	$(ON_XLA) $(BIN_XLA)/python $(PYTEST) $(KINDS) -m xla
 	$(ON_XLA) CPU_NUM_DEVICES=2 $(BIN_XLA)/python -m pytest tests/conformance --accelerator xla
 
-test-t20: install-t20  ## Run the tests on a stand-in T20, and those on the CPU that use PyTorch, on 1.10
-	$(BIN_T20)/python $(PYTEST_T20) -m t20 tests/t20 tests/features
+test-t20: install-t20  ## Run the tests on a stand-in T20, and those on the CPU whose code has a branch for it, on 1.10
+	$(BIN_T20)/python $(PYTEST_T20) $(KINDS) -m t20 tests/t20 tests/features
 	PYTHONPATH=tests/standins/t20 TOPS_VISIBLE_DEVICES=0,1 $(BIN_T20)/python -m pytest tests/conformance --accelerator gcu
-	$(BIN_T20)/python $(PYTEST_T20) $(addprefix --ignore=,$(NO_TORCH) $(IN_T20)) -m "not cuda and not xla and not tpu and not opencl and not t20 and not long"
+	$(BIN_T20)/python $(PYTEST_T20) --with-branches -m "not cuda and not xla and not tpu and not opencl and not t20 and not long"
 
 test-tpu: install-tpu  ## Run the tests on TorchTPU's released package, over XLA's plugin for the CPU
 	$(ON_TPU) $(BIN_TPU)/python -m pytest -n 2 --dist loadfile -m tpu tests/tpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mmengine.registry import DefaultScope
 
-from tests.tiers import mark_long
+from tests.tiers import has_a_branch, leave_to_long, mark_long
 
 #: Files that take longest, by waiting (first) or computing: they come first, since a worker that
 #: met one last would go on alone.
@@ -43,9 +43,19 @@ os.environ.pop('KUBERNETES_SERVICE_HOST', None)
 
 
 def pytest_addoption(parser):
-    """For ``tests/conformance``, by those who bring a card."""
+    """For ``tests/conformance``, by those who bring a card, and for the gate."""
     parser.addoption('--accelerator', help='what tests/conformance looks at, e.g. cuda, xla, gcu')
     parser.addoption('--card-config', help='a config with custom_imports and accelerator for it')
+    parser.addoption(
+        '--one-of-each',
+        action='store_true',
+        help='of tests that take long, run one case of each kind: see tests/tiers.py',
+    )
+    parser.addoption(
+        '--with-branches',
+        action='store_true',
+        help='run files of tests whose code does something else on PyTorch 1.10',
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +98,13 @@ def pytest_runtest_makereport(item, call):
         report.longrepr = (str(item.path), item.location[1], f'Skipped: {card.MISSING}')
 
 
+def pytest_ignore_collect(collection_path, config):
+    """See ``--with-branches``; nothing is said of folders."""
+    if config.getoption('--with-branches') and collection_path.name.startswith('test_'):
+        return None if has_a_branch(collection_path) else True
+    return None
+
+
 def pytest_collection_finish():
     """Let no later collection look through what was imported."""
     gc.freeze()
@@ -99,6 +116,10 @@ def pytest_collection_modifyitems(config, items):
     unused = mark_long(items)
     if unused and len(items) > 1000:
         raise pytest.UsageError(f'tests/tiers.py names tests that there are not: {unused}')
+    if config.getoption('--one-of-each'):
+        left = leave_to_long(items)
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.nodeid.split('::')[0], len(LONG)))
     if not torch.cuda.is_available():

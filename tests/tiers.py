@@ -1,11 +1,20 @@
-"""Which tests of the default environment are left to ``make test-long``, which the gate runs.
+"""Which tests run in which target, and which of them in the gate.
 
 ``make test`` has one test of each kind, on the devices that take different paths through the
-code: a native card, a card without a backend, a lazy device. What is here takes more than some
-three seconds of a core and is of a kind that has a quicker test there.
+code: a native card, a card without a backend, a lazy device. What is listed here takes more than
+some three seconds of a core and is of a kind that has a quicker test there: ``make test-long``,
+``make test-xla`` and ``make test-t20`` run it. The gate runs one case of each kind of it
+(``--one-of-each``), and all of ``make test``. PyTorch 1.10 repeats the files of tests whose code
+does something else there (``--with-branches``).
 """
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 #: Beginnings of the names of tests, below ``tests/``.
 LONG = (
@@ -79,6 +88,16 @@ LONG = (
     'test_add_an_accelerator.py::test_conformance_knows_an_installed_package',
     'test_add_an_accelerator.py::test_more_ranks_than_cards',
     'test_install.py::test_nothing_is_installed_over_onedl[[',
+    # Eight more models and cards, and more kills, on PyTorch 1.10.
+    't20/test_mmseg.py::test_losses',
+    't20/test_mmseg.py::test_weights',
+    't20/test_mmseg.py::test_metrics',
+    't20/test_mmseg.py::test_checkpoints',
+    't20/test_training.py::test_kills_change_no_bit',
+    # On torch_xla, whose graphs take long to compile: more detectors.
+    'xla/test_host_losses.py::test_detectors_train_as_on_the_host',
+    'xla/test_host_losses.py::test_detectors_predict_as_on_the_host',
+    'xla/test_checkpoints.py::test_interrupted_and_resumed',
     'test_soak.py',
     'conformance/test_operations.py::test_operations[cpu',
     # Ranks that are late, lost or wrong.
@@ -103,16 +122,19 @@ LONG = (
 )
 
 #: Kinds of devices, and another whose way through the code is the same.
-SAME_PATH = {'cpu': 'zeta', 'mlu': 'npu'}
-#: Files that train much on each kind of device: `make test` does on the card without a backend.
+SAME_PATH = {'cpu': 'zeta', 'mlu': 'npu', 'gcu': 'xla'}
+#: Files that train much on each kind of device, once for all their cases: `make test` does on the
+#: card without a backend, the gate on each that takes a path of its own.
 ON_ONE_CARD = ('features/test_features.py',)
+#: Markers of tests for another environment.
+ELSEWHERE = ('cuda', 'xla', 't20', 'tpu', 'opencl')
 
 
 def mark_long(items):
     """Mark what takes long. A beginning in :data:`LONG` that is no test's is an error."""
     used, cases = set(), {_case(item) for item in items}
     for item in items:
-        name = item.nodeid.split('tests/', 1)[-1]
+        name = _name(item)
         found = [start for start in LONG if name.startswith(start)]
         used.update(found)
         *place, device = _case(item)
@@ -120,9 +142,49 @@ def mark_long(items):
         alone = name.startswith(ON_ONE_CARD) and device not in (None, 'zeta')
         if found or twin or alone:
             item.add_marker(pytest.mark.long)
-    files = {item.nodeid.split('tests/', 1)[-1].split('::')[0] for item in items}
+    files = {_name(item).split('::')[0] for item in items}
     unused = [each for each in set(LONG) - used if each.split('::')[0] in files]
     return sorted(unused)
+
+
+def leave_to_long(items):
+    """What the gate leaves to `make test-long` of tests that take long.
+
+    Of each test it runs the first case on each kind of device that takes a path of its own, unless
+    a case of that kind does not take long and runs anyway.
+    """
+    seen = {_kind(item) for item in items if not item.get_closest_marker('long')}
+    left = []
+    for item in items:
+        kind = _kind(item)
+        device = _case(item)[-1]
+        if not item.get_closest_marker('long') or _is_skipped(item):
+            continue
+        if _name(item).startswith(ON_ONE_CARD):
+            if device in SAME_PATH:
+                left.append(item)
+        elif kind in seen:
+            left.append(item)
+        seen.add(kind)
+    return left
+
+
+def _name(item):
+    return item.nodeid.split('tests/', 1)[-1]
+
+
+def _elsewhere(item):
+    return tuple(name for name in ELSEWHERE if item.get_closest_marker(name))
+
+
+def _is_skipped(item):
+    return any(mark.args and mark.args[0] for mark in item.iter_markers('skipif'))
+
+
+def _kind(item):
+    """A test, its environment, and a device whose path through the code is that of its own."""
+    device = _case(item)[-1]
+    return item.nodeid.split('[')[0], _elsewhere(item), SAME_PATH.get(device, device)
 
 
 def _case(item):
@@ -130,3 +192,64 @@ def _case(item):
     params = dict(getattr(getattr(item, 'callspec', None), 'params', {}))
     device = params.pop('accelerator', None)
     return item.nodeid.split('[')[0], repr(sorted(params.items(), key=str)), device
+
+
+#: What a module says where it does something else on an older release of PyTorch.
+_OLDER = re.compile(
+    r'torch_compat|is_at_least|(?:has|get)attr\((?:getattr\()?torch|'
+    r'PyTorch (?:1\b|before)|since PyTorch|not in PyTorch|torch_gcu 1'
+)
+
+
+def has_a_branch(path):
+    """Whether tests of a file are repeated on PyTorch 1.10.
+
+    They are if the file, or a helper beside it that it imports, imports a module of the package
+    that does something else on an older release.
+    """
+    path, todo, seen = Path(path), [Path(path)], set()
+    while todo:
+        each = todo.pop()
+        seen.add(each)
+        for module in map(_file_of, _imports(each)):
+            if 'mmdevplug' in module.parts and _OLDER.search(module.read_text()):
+                return True
+            beside = module.parent == path.parent != ROOT / 'tests'
+            if beside and module not in seen:
+                todo.append(module)
+    return False
+
+
+def _file_of(name):
+    path = ROOT / name.replace('.', '/')
+    return path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
+
+
+def _imports(path):
+    """Names of modules of this repository that a file imports, each where it is defined."""
+    place = path.relative_to(ROOT).with_suffix('').parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        found = []
+        if isinstance(node, ast.Import):
+            found = [(one.name, '') for one in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = '.'.join(place[: -node.level]) if node.level else ''
+            module = '.'.join(filter(None, [above, node.module]))
+            found = [(module, one.name) for one in node.names]
+        for module, name in found:
+            if _file_of(f'{module}.{name}').exists():
+                module = f'{module}.{name}'
+            elif _file_of(module).name == '__init__.py' and _file_of(module) != path:
+                yield from (each for each, names in _exports(module) if name in names)
+            if _file_of(module).exists():
+                yield module
+
+
+def _exports(package):
+    """Modules that a package's ``__init__`` imports from, each with the names."""
+    for node in ast.parse(_file_of(package).read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (
+            node.level or node.module.startswith('mmdevplug')
+        ):
+            module = f'{package}.{node.module}' if node.level else node.module
+            yield module, [one.name for one in node.names]
