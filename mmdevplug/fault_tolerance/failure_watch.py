@@ -39,7 +39,7 @@ from .heartbeat import (
     list_numbers,
 )
 from .stack_place import describe_error
-from .stop_together import StopRequests
+from .stop_together import StopAgreement
 
 #: How long a failing rank waits for the others to read its report, and they for it to appear.
 GRACE_SECONDS = 5.0
@@ -95,8 +95,9 @@ class FailureWatch:
         self._attempt_lock = threading.Lock()
         self._store_error: Optional[str] = None
         self._stopped, self._wake = threading.Event(), threading.Event()
-        self.stop_requests = StopRequests(watch_store)
-        self._reread = False  # a round of stop requests has just begun: read its requests
+        self._trainings = 0  # that have begun
+        self._stop: Optional[StopAgreement] = None  # of the last of them
+        self._reread = False  # a training has just begun: read what other ranks asked in it
         self._beating = threading.Thread(target=self._beat, name='mmdevplug-beat', daemon=True)
         self._guarding = threading.Thread(target=self._guard, name='mmdevplug-guard', daemon=True)
         self._beating.start()
@@ -128,7 +129,8 @@ class FailureWatch:
                         self.heartbeat.read(0)  # it is described where the store is lost
                     beats += 1
                 self._report_long_wait()
-                self.stop_requests.publish()
+                if self._stop is not None:
+                    self._stop.publish()
                 found = self.watch_store.add('events', 0)
                 if found != events or self._reread:
                     events, self._reread = found, False
@@ -185,7 +187,8 @@ class FailureWatch:
                 self._report_at = self._clock.now
                 self._reported.set()
             self.watch_store.add(f'failure/{attempt}/seen', 1)
-        self.stop_requests.read()
+        if self._stop is not None:
+            self._stop.read()
 
     # the thread that watches the clock ----------------------------------------------------------
 
@@ -388,11 +391,11 @@ class FailureWatch:
             and self.heartbeat.process_state(rank) in ('', STOPPED)
         ]
 
-    # stopping on purpose ------------------------------------------------------------------------
-
-    def begin_stop_round(self) -> None:
-        """Forget earlier requests to stop: another training begins."""
-        self.stop_requests.round += 1
+    def begin_training(self, stop: StopAgreement) -> None:
+        """Read and write requests for this training to stop from now on."""
+        self._trainings += 1
+        stop.keys = f'stop/{self._trainings}'
+        self._stop = stop
         # Another rank may have asked before this one began.
         self._reread = True
         self._wake.set()

@@ -384,47 +384,43 @@ def test_a_failure_is_noted_for_torchrun_before_the_others_know_it(tmp_path):
         assert not after
 
 
+class Watch:
+    """What a stop agreement asks of the watch of a rank."""
+
+    def __init__(self, store, rank=0, world_size=1):
+        self.watch_store = store
+        self.env = types.SimpleNamespace(rank=rank, world_size=world_size)
+        self.trainings = 0
+
+    def begin_training(self, stop):
+        self.trainings += 1
+        stop.keys = f'stop/{self.trainings}'
+
+
 def test_a_stop_agreement_uses_the_keys_of_its_training():
-    from mmdevplug.environments.launch_variables import LaunchEnv
-    from mmdevplug.fault_tolerance.stop_together import StopAgreement, StopRequests
+    from mmdevplug.fault_tolerance.stop_together import StopAgreement
 
     store = torch_dist.HashStore()
-    watch = types.SimpleNamespace(
-        watch_store=store, env=LaunchEnv(), stop_requests=StopRequests(store)
-    )
-
-    def begin_stop_round():
-        watch.stop_requests.round += 1
-
-    watch.begin_stop_round = begin_stop_round
+    watch = Watch(store)
     first, second = StopAgreement(watch), StopAgreement(watch)
     second.request('a test')
-    watch.stop_requests.publish()
-    watch.stop_requests.read()
-    first.reached(7, 1)
-    assert store.add('stop/2/published', 0) == 0
-    second.reached(1, 1)
-    assert [store.add(f'stop/{number}/published', 0) for number in (1, 2)] == [1, 1]
+    second.publish()
+    for each in (first, second):
+        each.read()
+        each.reached(7, 1)
+    assert (first.why, second.why) == (None, 'a test')
+    assert [store.add(f'stop/{number}/published', 0) for number in (1, 2)] == [0, 1]
 
 
 def test_a_stop_comes_after_the_iteration_of_the_rank_that_is_ahead():
-    from mmdevplug.fault_tolerance.stop_together import StopAgreement, StopRequests
+    from mmdevplug.fault_tolerance.stop_together import StopAgreement
 
     store = torch_dist.HashStore()
-    watches = [
-        types.SimpleNamespace(
-            watch_store=store,
-            env=types.SimpleNamespace(rank=rank, world_size=2),
-            stop_requests=StopRequests(store),
-            begin_stop_round=lambda: None,
-        )
-        for rank in (0, 1)
-    ]
-    ahead, behind = map(StopAgreement, watches)
+    ahead, behind = (StopAgreement(Watch(store, rank, 2)) for rank in (0, 1))
     behind.request('a test')
-    watches[1].stop_requests.publish()
-    for watch in watches:
-        watch.stop_requests.read()
+    behind.publish()
+    ahead.read()
+    behind.read()
     assert not ahead.reached(7, 2)
     assert not behind.reached(6, 2)
     assert not ahead.reached(8, 2)
