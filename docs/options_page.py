@@ -133,6 +133,8 @@ arguments of that hook. See [resuming](resuming.md).""",
             '`False` 占用内存，通信量少三分之一。',
             'sharding.mixed_precision': "`'bf16'`：各块以 bfloat16 收集并计算，"
             '梯度以 float32 平均；权重与优化器保持不变。',
+            'sharding.offload': '权重、梯度和优化器状态是否位于主机内存，优化器在主机上计算：'
+            '卡上只有正在计算的块。在 CPU 上没有效果。',
             'sharding.sharded_checkpoint': '各 rank 是否把检查点中自己的分片写入 `.pth` '
             '文件旁的目录，其余内容在该文件中；可在任意数量的 rank 上恢复。',
             'model_wrapper_cfg.bucket_cap_mb': '一条消息的大小，单位 MB；`None` 时，梯度经主机'

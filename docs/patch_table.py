@@ -14,7 +14,6 @@ VIDEOS = 'videos'
 PROCESS_GROUP = 'process group'
 MMCV_OPS = 'mmcv ops'
 LOADING = 'loading'
-BUILDING = 'building'
 CONFIG = 'config'
 GUARD = 'guard'
 AUTOPATCH = 'autopatch'
@@ -63,7 +62,6 @@ _LISTED = {
     PROCESS_GROUP: ('torch.distributed: barrier',),
     MMCV_OPS: ('mmcv._ext: *',),
     LOADING: ('torch: load',),
-    BUILDING: ('torch.nn.modules.module.Module: register_parameter',),
     CONFIG: ('mmengine.config.config: is_installed get_installed_path',),
     GUARD: ('torch.autograd.function.BackwardCFunction: apply',),
     AUTOPATCH: (
@@ -107,7 +105,6 @@ PERIODS_EN = {
     PROCESS_GROUP: ('`init_device()`, where PyTorch finds no accelerator', '`restore_barrier()`'),
     MMCV_OPS: ('`init_device()`', '`restore_mmcv_ops()`'),
     LOADING: ('a checkpoint begins to load, or `init_weights()` begins', 'its end'),
-    BUILDING: ('a rank other than the first builds a model to shard', 'its end'),
     CONFIG: ('`mmdevplug` begins to read a config, without pkg_resources', 'its end'),
     GUARD: ('a `DeviceGuard` that moves operands is entered', 'its exit'),
     AUTOPATCH: (
@@ -137,7 +134,6 @@ PERIODS = {
     PROCESS_GROUP: ('`init_device()`，且 PyTorch 找不到加速器', '`restore_barrier()`'),
     MMCV_OPS: ('`init_device()`', '`restore_mmcv_ops()`'),
     LOADING: ('开始加载检查点，或 `init_weights()` 开始', '该操作结束'),
-    BUILDING: ('rank 0 以外的 rank 开始构建要分片的模型', '该操作结束'),
     CONFIG: ('没有 pkg_resources 时，`mmdevplug` 开始读取配置', '该操作结束'),
     GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
     AUTOPATCH: ('脚本读取我们的基础配置，或导入 `mmdevplug.autopatch`', '进程结束'),
@@ -149,10 +145,6 @@ PERIODS = {
 
 #: Reason and condition in English, by the first symbol of a row.
 REASONS_EN = {
-    'torch.nn.modules.module.Module.register_parameter': (
-        'Weights that rank 0 is about to send would fill the memory of every rank.',
-        'Models are built without memory for their weights, whatever their constructors compute.',
-    ),
     'mmengine.device.utils.DEVICE': (
         '`get_device()` returns this constant, which is chosen at import from the devices'
         ' that MMEngine lists.',
@@ -308,10 +300,6 @@ REASONS_EN = {
 
 #: Reason and condition in Chinese, by the first symbol of a row.
 REASONS = {
-    'torch.nn.modules.module.Module.register_parameter': (
-        'rank 0 即将发送的权重会占满每个 rank 的内存。',
-        '无论构造函数计算什么，模型在构建时都不占用权重的内存。',
-    ),
     'mmengine.device.utils.DEVICE': (
         '`get_device()` 返回此常量，它在导入时从 MMEngine 列出的设备中选定。',
         'MMEngine 询问 `torch.accelerator` 或注册表。',

@@ -12,6 +12,7 @@ import mmengine
 from mmengine.config import Config
 from mmengine.dist import is_main_process
 from mmengine.fileio import get_file_backend
+from mmengine.hooks import EMAHook
 from mmengine.optim import OptimWrapper
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import get_state_dict
@@ -24,7 +25,6 @@ from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.failure import before_abort
 from mmdevplug.optim.adapt_config import join_consolidation
-from mmdevplug.sharding.states import KEY as SHARDS, collect_states
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import loader_of
 from mmdevplug.utils.model import unwrap_model
@@ -32,11 +32,11 @@ from mmdevplug.utils.model import unwrap_model
 from .resume_settings import describe_kinds
 from .state_copier import StateCopier
 from .writing import (
+    SHARDS,
     UNFINISHED,
     is_local,
     remove_shards,
     replacing,
-    shards_path,
     write_checkpoint,
     write_pointer,
 )
@@ -172,30 +172,28 @@ def collect_checkpoint(
     Sharded ones are gathered, or written beside ``path``: other ranks call
     :func:`join_collecting`.
     """
-    folder = _shards_folder(runner, path)
     # Children may be wrapped, too; their names are saved without `module.`.
     weights = get_state_dict(unwrap_model(runner.model))
     checkpoint: Dict[str, Any] = {
         'meta': _meta(runner, dict(meta or {}), by_epoch),
-        'state_dict': collect_states(weights, folder, 'state_dict'),
+        'state_dict': weights,
         'message_hub': runner.message_hub.state_dict(),
     }
-    if folder is not None:
-        checkpoint[SHARDS] = os.path.basename(folder)
     if save_optimizer:
         if not isinstance(runner.optim_wrapper, OptimWrapper):
             raise CheckpointError(
                 f'optim_wrapper is of type {type(runner.optim_wrapper).__name__}; expected an '
                 f'OptimWrapper. Save without it: default_hooks.checkpoint.save_optimizer=False.'
             )
-        state = runner.optim_wrapper.state_dict()
-        checkpoint['optimizer'] = collect_states(state, folder, 'optimizer')
+        checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
         kinds = describe_kinds(runner.optim_wrapper, runner.param_schedulers)
         checkpoint['meta']['kinds'] = kinds
     if save_param_scheduler and runner.param_schedulers is None:
         runner.logger.warning('There are no parameter schedulers, so none are saved.')
     elif save_param_scheduler:
         checkpoint['param_schedulers'] = _scheduler_states(runner.param_schedulers)
+    if getattr(runner, 'sharding', None) is not None:
+        _collect_shards(runner, checkpoint, path)
     runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
     return checkpoint
 
@@ -204,26 +202,34 @@ def join_collecting(runner: AnyRunner, save_optimizer: bool, path: str) -> None:
     """Send what is sharded to rank 0, or write it, on ranks that save no checkpoint."""
     if save_optimizer:
         join_consolidation(runner.optim_wrapper)
-    if getattr(getattr(runner, 'sharding', None), 'active', False):
-        folder = _shards_folder(runner, path)
-        collect_states(get_state_dict(unwrap_model(runner.model)), folder, 'state_dict')
+    if getattr(runner, 'sharding', None) is not None:
+        checkpoint = dict(state_dict=get_state_dict(unwrap_model(runner.model)))
         if save_optimizer:
-            collect_states(runner.optim_wrapper.state_dict(), folder, 'optimizer')
+            checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
+        _collect_shards(runner, checkpoint, path)
+        for hook in runner.hooks:
+            if isinstance(hook, EMAHook):
+                hook.ema_model.state_dict()  # gathers, as the hook of rank 0 does
 
 
-def _shards_folder(runner: AnyRunner, path: Optional[str]) -> Optional[str]:
-    sharding = getattr(runner, 'sharding', None)
-    if path is None or sharding is None or not sharding.writes_shards:
-        return None
-    if not is_local(path):
-        raise CheckpointError(
-            f'sharding.sharded_checkpoint=True, and checkpoints go to {path}: expected a folder '
-            f'of a file system. Set default_hooks.checkpoint.out_dir, or leave the option out.'
-        )
-    # Shards of a file that this one replaces stay until it is written.
-    folder = shards_path(path)
-    names = chain([folder], (f'{folder}-{number}' for number in count(1)))
-    return str(gather_json(next(name for name in names if not os.path.exists(name)))[0])
+def _collect_shards(runner: AnyRunner, checkpoint: Dict[str, Any], path: Optional[str]) -> None:
+    from mmdevplug.sharding.states import collect_states
+
+    folder = None
+    if path is not None and runner.sharding.options.sharded_checkpoint:
+        if not is_local(path):
+            raise CheckpointError(
+                f'sharding.sharded_checkpoint=True, and checkpoints go to {path}: expected a '
+                f'folder of a file system. Set default_hooks.checkpoint.out_dir, or leave the '
+                f'option out.'
+            )
+        # Shards of a file that this one replaces stay until it is written.
+        base = f'{os.path.splitext(path)[0]}.{SHARDS}'
+        names = chain([base], (f'{base}-{number}' for number in count(1)))
+        folder = str(gather_json(next(name for name in names if not os.path.exists(name)))[0])
+        checkpoint[SHARDS] = os.path.basename(folder)
+    for part in filter(checkpoint.__contains__, ('state_dict', 'optimizer')):
+        checkpoint[part] = collect_states(checkpoint[part], folder, part)
 
 
 def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, Any]:

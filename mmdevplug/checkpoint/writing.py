@@ -21,7 +21,6 @@ from mmengine.runner.checkpoint import save_checkpoint
 
 from mmdevplug.errors import CheckpointError, first_line
 from mmdevplug.patches.torch_load import refused_names
-from mmdevplug.sharding.states import KEY as SHARDS
 from mmdevplug.utils import atomic_files
 from mmdevplug.utils.atomic_files import UNFINISHED, PathLike
 from mmdevplug.utils.byte_sizes import format_bytes
@@ -31,6 +30,8 @@ from mmdevplug.utils.pytree import tensor_bytes, tensors_in
 
 #: Files in a work directory: the newest checkpoint, when the run began, and its end.
 POINTER, STARTED, FINISHED = 'last_checkpoint', '.started', '.finished'
+#: In a checkpoint: the name of the folder beside it that has its tensors, see ``sharding``.
+SHARDS = 'shards'
 #: Each time this many bytes are there, the disk begins to write them.
 _STRETCH = 32 << 20
 #: SYNC_FILE_RANGE_WRITE of Linux: begin to write, and do not wait.
@@ -91,14 +92,9 @@ def write_checkpoint(
     remove_shards(path, checkpoint.get(SHARDS))
 
 
-def shards_path(path: str) -> str:
-    """How the folders begin that may hold the shards of a checkpoint."""
-    return f'{os.path.splitext(path)[0]}.{SHARDS}'
-
-
 def remove_shards(path: str, used: Optional[str] = None) -> None:
     """Remove the folders with shards of a checkpoint, but the one that it uses."""
-    for folder in glob.glob(f'{glob.escape(shards_path(path))}*'):
+    for folder in glob.glob(f'{glob.escape(os.path.splitext(path)[0])}.{SHARDS}*'):
         if os.path.basename(folder) != used:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -46,6 +46,11 @@ class ShardingOptions(Options):
         'float32; weights and optimizer stay as they are.',
         check=choice('bf16').named("'bf16'").or_none(' to gather weights as they are'),
     )
+    offload: bool = flag(
+        False,
+        'Whether weights, gradients and states of the optimizer are in host memory, where the '
+        'optimizer computes: a card holds the blocks that compute. No effect on the CPU.',
+    )
     sharded_checkpoint: bool = flag(
         False,
         'Whether each rank writes its shards of a checkpoint into a folder beside the `.pth` '
@@ -53,12 +58,8 @@ class ShardingOptions(Options):
     )
 
     @classmethod
-    def from_config(
-        cls, config: Union[None, bool, Mapping[str, Any]]
-    ) -> Optional['ShardingOptions']:
-        """Parse and check the config key: True, a dict of options; None if nothing is sharded."""
-        if config is None or config is False:
-            return None
+    def from_config(cls, config: Union[bool, Mapping[str, Any]]) -> 'ShardingOptions':
+        """Parse and check the config key: True, or a dict of options."""
         if config is not True and not isinstance(config, Mapping):
             raise ModelError(
                 f'sharding={config!r}: expected True, False or a dict such as dict(ranks=4).'

@@ -42,6 +42,8 @@ class DeviceHook(Hook):
             key = f'{name}_dataloader'
             loop, config = getattr(runner, f'_{name}_loop'), getattr(runner, f'_{key}')
             check_endless(loop, key, config, runner.seed)
+        if getattr(runner, 'sharding', None) is not None:
+            return  # has placed each tensor, parameters on the host with `offload`
         _, device = rank_device()
         model = unwrap_model(runner.model)
         # A wrapper that has not been built yet is a config.

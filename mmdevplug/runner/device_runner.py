@@ -2,7 +2,7 @@
 
 import copy
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Callable, ContextManager, Dict, List, Optional, Union
 from weakref import ref
@@ -26,10 +26,9 @@ from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
 from mmdevplug.checkpoint.resume_settings import ResumeSettings
 from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
 from mmdevplug.checkpoint.state_copier import StateCopier
-from mmdevplug.checkpoint.writing import join, write_checkpoint
+from mmdevplug.checkpoint.writing import SHARDS, join, write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.prepare import prepare_config
-from mmdevplug.config.sharding import ShardingOptions
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import build_nonempty, check_batches, check_temporary_folder
 from mmdevplug.data.endless import take_for_endless
@@ -44,8 +43,6 @@ from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.optim.adapt_config import adapt_optim_wrapper_cfg, check_optimizers, describe_fp16
 from mmdevplug.patches.autocast import patch_autocast
 from mmdevplug.patches.torch_load import trust_classes
-from mmdevplug.sharding import Sharding
-from mmdevplug.sharding.states import CopyingWhole, attach_shards
 from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
 from mmdevplug.utils.torch_compat import keep_from_tracing
@@ -106,7 +103,12 @@ class DeviceRunner(Runner):
             model_parallel = cfg.get('model_parallel')
         if sharding is None:
             sharding = cfg.get('sharding')
-        self.sharding = Sharding(ShardingOptions.from_config(sharding))
+        #: Shards the model over the ranks; None where that was not asked for, or there is one.
+        self.sharding: Any = None
+        if sharding is not None and sharding is not False:
+            from mmdevplug.sharding import Sharding
+
+            self.sharding = Sharding(sharding)
         self.accelerator_options = AcceleratorOptions.from_config(accelerator)
         #: The config of the schedulers, which MMEngine replaces by what it builds.
         self.scheduler_config: Any = None
@@ -195,8 +197,12 @@ class DeviceRunner(Runner):
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
         """Build the model; with the option ``pad_to`` it pads batches to a few sizes."""
         with fail_together('building the model'):
-            self.sharding.check(self.device_context, self.cfg, self.parallelism is not None)
-            built = self.sharding.build(lambda: super(DeviceRunner, self).build_model(model))
+            build = partial(super().build_model, model)
+            if self.sharding is not None:
+                self.sharding = self.sharding.check(
+                    self.device_context, self.cfg, self.parallelism is not None
+                )
+            built = build() if self.sharding is None else self.sharding.build(build)
             if self.accelerator_options.pad_to is not None:
                 from mmdevplug.data.padding import install_padding
 
@@ -205,10 +211,10 @@ class DeviceRunner(Runner):
 
     def wrap_model(self, model_wrapper_cfg: Optional[Dict], model: nn.Module) -> nn.Module:
         """Move the model to this rank's device and wrap it if the job is distributed."""
-        if is_model_wrapper(model):
+        if is_model_wrapper(model) and self.sharding is None:
             return super().wrap_model(model_wrapper_cfg, model)
         with fail_together('wrapping the model'):
-            if self.sharding.wanted:
+            if self.sharding is not None:
                 sync_bn, trains = self.cfg.get('sync_bn'), self._train_loop is not None
                 return self.sharding.place(model, self.device_context, sync_bn, trains)
             placed = place_model(
@@ -227,7 +233,7 @@ class DeviceRunner(Runner):
     def _init_model_weights(self) -> None:
         """Initialize weights where the config says, and make them equal on all ranks."""
         model = unwrap_model(self.model)
-        if self.sharding.active:
+        if self.sharding is not None:
             self.sharding.initialize(model, self.device_context)
         else:
             place = self.accelerator_options.initial_weights
@@ -260,7 +266,8 @@ class DeviceRunner(Runner):
             refuse_frozen(self.model)
         cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
         built = super().build_optim_wrapper(cfg)
-        self.sharding.watch(built)
+        if self.sharding is not None:
+            self.sharding.watch(built)
         check_optimizers(built, self.device_context)
         check_sparse_gradients(self.model, self.device_context)
         return built
@@ -318,7 +325,8 @@ class DeviceRunner(Runner):
     ) -> None:
         """Register a hook, ours in place of some of MMEngine's: see ``hooks/default_hooks.py``."""
         super().register_hook(replace_hook(hook), priority)
-        self.sharding.check_hooks(self._hooks)
+        if self.sharding is not None:
+            self.sharding.check_hooks(unwrap_model(self.model), self._hooks)
 
     def save_checkpoint(
         self,
@@ -409,16 +417,22 @@ class DeviceRunner(Runner):
 
         See :meth:`mmengine.runner.Runner.load_checkpoint`.
         """
-        checkpoint = read_for_model(filename, map_location, mapped=self.sharding.active)
-        attach_shards(checkpoint, filename, unwrap_model(self.model))
+        model = unwrap_model(self.model)
+        checkpoint = read_for_model(filename, map_location, mapped=self.sharding is not None)
+        if SHARDS in checkpoint:
+            from mmdevplug.sharding.states import attach_shards
+
+            folder = os.path.join(os.path.dirname(filename), checkpoint[SHARDS])
+            attach_shards(checkpoint, folder, model)
         if self._resuming:
             adapt_to_hooks(self, checkpoint, filename)
         # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
         self.device_context.materialize()
         # From here on as MMEngine's method.
-        self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-        model = unwrap_model(self.model)
-        with CopyingWhole() if self.sharding.active else nullcontext():
+        with ExitStack() as stack:
+            if self.sharding is not None:
+                stack.enter_context(self.sharding.copying_whole())
+            self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
             self._misfit = load_model(
                 model, checkpoint, filename, strict, revise_keys, bool(self._resuming)
             )

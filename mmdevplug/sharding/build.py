@@ -14,7 +14,6 @@ from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.patching import OWN, patch_symbol
 
 from .states import CopyingWhole, is_sharded
 
@@ -45,24 +44,19 @@ def build_without_weights(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _parameters_on_meta() -> Any:
     """Move each parameter to the meta device when a module registers it; tied ones stay tied."""
-    from torch.utils.weak import WeakIdKeyDictionary  # since PyTorch 2.0
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+    from torch.utils.weak import WeakIdKeyDictionary  # both since PyTorch 2.0
 
-    register = nn.Module.register_parameter
     moved = WeakIdKeyDictionary()
 
-    def register_on_meta(self: nn.Module, name: str, param: Any) -> None:
-        if param is not None and param.device.type != 'meta':
-            param = moved.setdefault(param, _on_device(param, torch.device('meta')))
-        register(self, name, param)
+    def move(_: nn.Module, __: str, param: Any) -> Any:
+        if param.device.type == 'meta':
+            return None
+        return moved.setdefault(param, _on_device(param, torch.device('meta')))
 
-    patch = patch_symbol(nn.Module, 'register_parameter', register_on_meta, OWN)
-    try:
-        yield
-    finally:
-        patch.restore()
+    return register_module_parameter_registration_hook(move)
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -2,15 +2,17 @@
 
 import functools
 from dataclasses import replace
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any, Mapping, Optional, Sequence, Union
 
 import torch
 from mmengine.hooks import EMAHook
 from mmengine.logging import print_log
+from mmengine.model import is_model_wrapper
 from torch import distributed as torch_dist, nn
 from torch.optim import Optimizer
 
 from mmdevplug.accelerators import DeviceContext
+from mmdevplug.accelerators.backend import takes_host_tensors
 from mmdevplug.config.sharding import ShardingOptions
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.staged_groups import staged_counterpart
@@ -19,11 +21,12 @@ from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.move import set_preprocessor_devices
 from mmdevplug.model.norm_layers import check_sync_bn, convert_norm_layers
 from mmdevplug.model.running_stats import keep_running_statistics
+from mmdevplug.staged.host_buffers import pins_memory
 from mmdevplug.utils.host import keep_freed_memory
 from mmdevplug.utils.torch_compat import is_at_least
 
 from .build import build_without_weights, initialize, keep_whole, place
-from .states import shard_optimizer_state
+from .states import CopyingWhole, copy_shards, shard_optimizer_state
 
 
 class Sharding:
@@ -34,59 +37,59 @@ class Sharding:
     gathers those of a block while the block computes.
     """
 
-    def __init__(self, options: Optional[ShardingOptions]) -> None:
-        self.options = options
-        #: Whether it is asked for and there are ranks, and whether the model is sharded.
-        self.wanted = self.active = False
-        #: Whether each rank writes what it holds of a checkpoint.
-        self.writes_shards = False
+    build = staticmethod(build_without_weights)
+    copying_whole = CopyingWhole
+
+    def __init__(self, config: Union[bool, Mapping[str, Any]]) -> None:
+        self.options = ShardingOptions.from_config(config)
         self._watched: Any = None
         #: On rank 0, until weights are initialized.
         self._whole: Optional[nn.Module] = None
 
-    def check(self, context: DeviceContext, cfg: Mapping[str, Any], spread: bool) -> None:
-        """Refuse what cannot be sharded before the model is built."""
-        if self.options is None:
-            return
+    def check(
+        self, context: DeviceContext, cfg: Mapping[str, Any], spread: bool
+    ) -> Optional['Sharding']:
+        """Refuse what cannot be sharded before the model is built; None for a single process."""
         ranks, device, version = self.options.ranks or 1, context.device, torch.__version__
-        self.wanted = context.backend is not None
-        world_size = torch_dist.get_world_size() if self.wanted else ranks
+        alone, on_host = context.backend is None, device.type == 'cpu'
+        world_size = ranks if alone else torch_dist.get_world_size()
         given = [*filter(cfg.get, ('model_wrapper_cfg', 'compile')), *['model_parallel'] * spread]
         # The first release whose fully_shard works on the CPU, and the first whose DTensor gathers
-        # tensors of devices without functional collectives of their own.
-        needed = '2.7' if device.type in ('cpu', 'cuda') else '2.13'
+        # tensors of devices without functional collectives of their own, or from two devices.
+        needed = '2.7' if on_host or device.type == 'cuda' and not self.options.offload else '2.13'
         _refuse(
             context.accelerator.compilation.lazy,
             f'on {device}: FSDP2 frees gathered weights between operations, and those of a lazy '
             f'device have no memory before a graph runs. Use model_parallel, or an eager device',
         )
         _refuse(not is_at_least(needed), f'needs PyTorch {needed}; found {version}. Upgrade')
-        streams = device.type == 'cpu' or hasattr(getattr(torch, device.type, 0), 'Stream')
+        streams = on_host or hasattr(getattr(torch, device.type, 0), 'Stream')
         _refuse(not streams, f'on {device} needs torch.{device.type}.Stream')
         _refuse(given, f'and {", ".join(given)}: each arranges the model its own way. Keep one')
         _refuse(world_size % ranks, f'with ranks={ranks}: expected a divisor of {world_size}')
-        if not self.wanted:
+        if alone:
             print_log('sharding has no effect in a single process: start more.', 'current')
-        elif device.type == 'cpu':
+            return None
+        if on_host and self.options.offload:
+            print_log('sharding.offload has no effect: the device is the host.', 'current')
+        if on_host:
             # Of freed weights of many sizes, glibc would keep more than the whole model.
             keep_freed_memory(largest=1 << 20)
-
-    def build(self, build: Any) -> nn.Module:
-        """Build the model, with weights on rank 0 alone."""
-        return build_without_weights(build) if self.wanted else build()
+        return self
 
     def place(
         self, model: nn.Module, context: DeviceContext, sync_bn: Optional[str], trains: bool
     ) -> nn.Module:
         """Put the model on the device of this rank block by block, each sharded at once."""
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         from .blocks import find_blocks  # loads model_parallel
 
         check_sync_bn(sync_bn)
         _check_parameters(model)
         options, device, world_size = self.options, context.device, torch_dist.get_world_size()
+        offload, more = options.offload and device.type != 'cpu', {}
         model = convert_norm_layers(model, context.accelerator, device, sync_bn)
         self._whole = keep_whole(model) if trains else None
         keep_running_statistics(model, context.accelerator, device)
@@ -95,12 +98,17 @@ class Sharding:
             # Shared memory inside a host, where gloo takes sockets.
             mesh = DeviceMesh.from_group(staged_counterpart(), device.type)
         else:
-            shape = (world_size // ranks, ranks)
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=('copies', 'shard'))
+            shape, names = (world_size // ranks, ranks), ('copies', 'shard')
+            if offload and not takes_host_tensors():  # of which norms and whole weights are made
+                both = f'cpu:gloo,{device.type}:{torch_dist.get_backend()}'
+                more = dict(backend_override=dict.fromkeys(names, both))
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=names, **more)
             mesh = mesh if ranks < world_size else mesh['shard']
         half, full = (torch.bfloat16, torch.float32) if options.mixed_precision else (None, None)
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
-        wrap: Any = functools.partial(fully_shard, mesh=mesh)
+        if offload:
+            more = dict(offload_policy=CPUOffloadPolicy(pins_memory(device.type)))
+        wrap: Any = functools.partial(fully_shard, mesh=mesh, **more)
         modules, blocks = dict(model.named_modules()), find_blocks(model, options.blocks)
         for block in [modules[name] for name in reversed(blocks)]:  # inner ones first
             place(block, context)
@@ -115,7 +123,6 @@ class Sharding:
         for step in ('train_step', 'val_step', 'test_step'):
             setattr(model, step, functools.partial(_run_step, model, step))
         print_log(f'sharding: {len(blocks)} blocks over {ranks} of {world_size} ranks.', 'current')
-        self.active, self.writes_shards = True, options.sharded_checkpoint
         return model
 
     def initialize(self, model: nn.Module, context: DeviceContext) -> None:
@@ -125,7 +132,7 @@ class Sharding:
 
     def watch(self, optim_wrapper: Any) -> None:
         """Let the optimizer load whole states, and check its gradients before each update."""
-        if not self.active or optim_wrapper is self._watched:
+        if optim_wrapper is self._watched:
             return
         self._watched = optim_wrapper
         optimizer = getattr(optim_wrapper, 'optimizer', optim_wrapper)
@@ -138,12 +145,17 @@ class Sharding:
         optimizer.register_load_state_dict_pre_hook(shard_optimizer_state)
         optimizer.register_step_pre_hook(_check_gradients)
 
-    def check_hooks(self, hooks: Sequence[object]) -> None:
-        """Refuse a hook that copies the model, or its file without the shards."""
-        found = [type(hook).__name__ for hook in hooks if isinstance(hook, EMAHook)]
-        if self.writes_shards and any(getattr(hook, 'published_keys', None) for hook in hooks):
-            found.append('sharded_checkpoint and published_keys')
-        _refuse(self.active and found, f'with {found}, which needs whole weights. Keep one')
+    def check_hooks(self, model: nn.Module, hooks: Sequence[object]) -> None:
+        """Let a hook average the model, unless it needs whole weights that are not gathered."""
+        averaging = [type(hook).__name__ for hook in hooks if isinstance(hook, EMAHook)]
+        if averaging:
+            model.__deepcopy__ = functools.partial(copy_shards, model)
+        published = any(getattr(hook, 'published_keys', None) for hook in hooks)
+        found = [*averaging, *['published_keys'] * published]
+        _refuse(
+            self.options.sharded_checkpoint and found,
+            f'with sharded_checkpoint and {found}, which needs whole weights. Keep one',
+        )
 
 
 def _refuse(found: object, text: str) -> None:
@@ -164,10 +176,10 @@ def _run_step(model: nn.Module, step: str, *args: object, **kwargs: object) -> A
             raise
 
 
-def _free_unless_training(model: Any, *_: object) -> None:
-    # FSDP2 keeps the outermost module gathered for a backward pass, which does not come then.
-    if not torch.is_grad_enabled():
-        model.reshard()
+def _free_unless_training(model: nn.Module, *_: object) -> None:
+    # FSDP2 keeps modules gathered for a backward pass, which does not come then.
+    for part in model.modules() if not torch.is_grad_enabled() else ():
+        getattr(part, 'reshard', list)()
 
 
 def _check_gradients(optimizer: Optimizer, *_: object) -> None:
@@ -184,6 +196,7 @@ def _check_gradients(optimizer: Optimizer, *_: object) -> None:
 
 
 def _check_parameters(model: nn.Module) -> None:
+    _refuse(is_model_wrapper(model), f'of a {type(model).__name__}. Pass the model inside of it')
     problems = [f'{n} has no dimension' for n, p in model.named_parameters() if p.dim() == 0]
     problems += [f'{n} has a hook' for n, p in model.named_parameters() if p._backward_hooks]
     problems += [f'{n} has sparse=True' for n, m in model.named_modules() if vars(m).get('sparse')]

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.errors import CheckpointError
+from mmdevplug.utils.pytree import replace_parts
 
 try:
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor, distribute_tensor
     from torch.overrides import TorchFunctionMode as Mode
 except ImportError:  # before PyTorch 2.5
     DTensor, Mode = None, object
 
-#: In a checkpoint: the name of the folder beside it. In place of a tensor: its name there.
-KEY, SHARD = 'shards', 'shard'
+#: In place of a tensor that is in a folder: its name there.
+SHARD = 'shard'
 
 
 def is_sharded(tensor: object) -> bool:
@@ -24,12 +25,16 @@ def is_sharded(tensor: object) -> bool:
     return DTensor is not None and isinstance(tensor, DTensor)
 
 
+def shard_alike(value: Tensor, like: Tensor) -> Tensor:
+    """Shard a tensor that this rank has as another is, without messages."""
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
 def copy_whole(value: Tensor, into: Tensor) -> Tensor:
     """Copy this rank's part of a whole tensor into a sharded one, and return that."""
-    value, mesh = value.detach().to(into.to_local().device, into.dtype), into.device_mesh
-    whole = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    part = shard_alike(value.detach().to(into.dtype), into)
     with torch.no_grad():
-        into.to_local().copy_(whole.redistribute(placements=into.placements).to_local())
+        into.to_local().copy_(part.to_local())
     return into
 
 
@@ -46,32 +51,37 @@ class CopyingWhole(Mode):
         return func(*args, **(kwargs or {}))
 
 
-def map_tensors(state: Any, function: Any) -> Any:
-    """Replace the tensors in copies of dicts and lists, which keep their classes."""
-    if isinstance(state, dict):
-        copied = copy.copy(state)  # with the `_metadata` of weights
-        copied.update((name, map_tensors(value, function)) for name, value in state.items())
-        return copied
-    if isinstance(state, list):
-        return [map_tensors(value, function) for value in state]
-    return function(state) if isinstance(state, Tensor) else state
-
-
 def shard_optimizer_state(optimizer: Any, state_dict: Dict[str, Any]) -> Dict[str, Any]:
     """Give each rank its part of an optimizer's whole state: a hook of ``load_state_dict``."""
     parameters = [each for group in optimizer.param_groups for each in group['params']]
 
     def take(value: Any, parameter: Tensor) -> Any:
-        of_parameter = is_sharded(parameter) and getattr(value, 'shape', 0) == parameter.shape
-        if not of_parameter or is_sharded(value):
+        if is_sharded(value) or getattr(value, 'shape', 0) != parameter.shape:
             return value
         return copy_whole(value, torch.zeros_like(parameter.detach(), dtype=value.dtype))
 
-    states = dict(state_dict['state'])
-    for index, parameter in enumerate(parameters):
-        if index in states:
-            states[index] = {name: take(v, parameter) for name, v in states[index].items()}
+    states = {
+        index: {name: take(value, parameters[index]) for name, value in state.items()}
+        for index, state in state_dict['state'].items()
+    }
     return dict(state_dict, state=states)
+
+
+def copy_shards(model: nn.Module, _: object = None) -> nn.Module:
+    """Copy modules and this rank's part of their weights, to average and to save: ``deepcopy``."""
+    copies = {part: object.__new__(type(part)) for part in model.modules()}
+    made: Dict[int, Any] = {id(part): copied for part, copied in copies.items()}
+    for part, copied in copies.items():
+        names = ('_parameters', '_buffers', '_modules')
+        own = copy.deepcopy({name: vars(part)[name] for name in names}, made)
+        vars(copied).update(vars(part), **own, _state_dict_hooks=part._state_dict_hooks.copy())
+
+    def gather(_: nn.Module, state: Dict[str, Any], prefix: str, __: object) -> None:
+        if prefix:  # as a part of what a hook saves
+            state.update(collect_states(state, None, ''))
+
+    copies[model].register_state_dict_post_hook(gather)
+    return copies[model]
 
 
 def collect_states(state: Any, folder: Optional[str], part: str) -> Any:
@@ -99,7 +109,9 @@ def collect_states(state: Any, folder: Optional[str], part: str) -> Any:
             shards[key] = whole.cpu() if torch_dist.get_rank() == 0 else None
         return shards[key]
 
-    collected = map_tensors(state, collect)
+    collected = replace_parts(state, collect)
+    if hasattr(state, '_metadata'):  # of weights
+        collected._metadata = state._metadata
     if folder is not None:
         from torch.distributed import checkpoint
 
@@ -107,10 +119,11 @@ def collect_states(state: Any, folder: Optional[str], part: str) -> Any:
     return collected
 
 
-def read_shards(state: Any, folder: str, like: Optional[Tensor]) -> Any:
-    """Put the tensors of a folder back into a state, sharded like a tensor of this job."""
-    from torch.distributed import checkpoint, tensor
+def attach_shards(states: Dict[str, Any], folder: str, model: nn.Module) -> None:
+    """Read the tensors of a checkpoint from its folder, sharded like the parameters of a model."""
+    from torch.distributed import checkpoint
 
+    like = next(filter(is_sharded, model.parameters()), None)
     shards: Dict[str, Tensor] = {}
 
     def take(value: Any) -> Any:
@@ -118,23 +131,14 @@ def read_shards(state: Any, folder: str, like: Optional[Tensor]) -> Any:
             return value
         if SHARD not in value:
             return {name: take(each) for name, each in value.items()}
-        shape, dtype = value['shape'], getattr(torch, value['dtype'])
-        if like is None:
-            return shards.setdefault(value[SHARD], torch.empty(shape, dtype=dtype))
-        how = dict(device_mesh=like.device_mesh, placements=like.placements)
-        return shards.setdefault(value[SHARD], tensor.empty(shape, dtype=dtype, **how))
+        empty = torch.empty(value['shape'], dtype=getattr(torch, value['dtype']), device='meta')
+        empty = empty if like is None else shard_alike(empty, like)
+        place = 'cpu' if like is None else like.device
+        return shards.setdefault(value[SHARD], torch.empty_like(empty, device=place))
 
-    filled = take(state)
-    checkpoint.load(shards, checkpoint_id=folder)
-    return filled
-
-
-def attach_shards(checkpoint: Dict[str, Any], path: str, model: nn.Module) -> None:
-    """Read the shards of a checkpoint, if it has any, sharded like the parameters of a model."""
-    like = next(filter(is_sharded, model.parameters()), None)
-    kept = ('state_dict', 'optimizer') if KEY in checkpoint else ()
-    for part in filter(checkpoint.__contains__, kept):
-        folder = os.path.join(os.path.dirname(path), checkpoint[KEY], part)
-        if not os.path.isdir(folder):
-            raise CheckpointError(f'{path} needs {folder}, which is not there. Copy it, too.')
-        checkpoint[part] = read_shards(checkpoint[part], folder, like)
+    if not os.path.isdir(folder):
+        raise CheckpointError(f'the checkpoint needs {folder}, which is not there. Copy it, too.')
+    for part in filter(states.__contains__, ('state_dict', 'optimizer')):
+        shards.clear()
+        states[part] = take(states[part])
+        checkpoint.load(shards, checkpoint_id=os.path.join(folder, part))

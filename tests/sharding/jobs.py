@@ -240,6 +240,7 @@ def train(kind, accelerator, work_dir, **options):
     runner = build(kind, accelerator, work_dir, **options)
     runner.train()
     model = getattr(runner.model, 'module', runner.model)
+    averaged = [hook.ema_model.module for hook in runner.hooks if hasattr(hook, 'ema_model')]
     scalars = runner.message_hub.log_scalars
     norms = scalars['train/grad_norm'].data[0] if 'train/grad_norm' in scalars else []
     held = [getattr(p, 'to_local', lambda p=p: p)() for p in model.parameters()]
@@ -256,7 +257,8 @@ def train(kind, accelerator, work_dir, **options):
         norms=[float(each) for each in norms],
         held=sum(p.numel() for p in held),
         all=sum(p.numel() for p in model.parameters()),
-        active=runner.sharding.active,
+        active=runner.sharding is not None,
+        averaged={name: whole(v) for each in averaged for name, v in each.state_dict().items()},
         devices=sorted({p.device.type for p in held}),
     )
 

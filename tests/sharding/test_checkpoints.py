@@ -2,17 +2,18 @@
 
 import os
 import re
+import signal
 
 import pytest
 import torch
 
-from tests.cli.running import DIGITS, mmdevplug
+from tests.cli.running import config, mmdevplug
 from tests.jobs import load_file
 from tests.parallel_jobs import build
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
 
 from .jobs import train, whole
-from .test_training import ADAM, NO_DECAY, pytestmark  # noqa: F401
+from .test_training import ADAM, EMA, NO_DECAY, pytestmark  # noqa: F401
 
 HALF = 5
 OPTIONS = dict(
@@ -21,12 +22,13 @@ OPTIONS = dict(
     optim_wrapper__clip_grad=dict(max_norm=1.0),
     default_hooks__checkpoint__interval=HALF,
     param_scheduler=[dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=8)],
-    custom_hooks=[],
 )
 
 
-def run(work_dir, sharding, **options):
-    return train('twice', 'cpu', work_dir, sharding=sharding, **OPTIONS, **options)
+def run(work_dir, sharding, kind='twice', **options):
+    hooks = [] if sharding.get('sharded_checkpoint') else EMA
+    options = dict(OPTIONS, custom_hooks=hooks, **options)
+    return train(kind, 'cpu', work_dir, sharding=sharding, **options)
 
 
 def load_alone(path):
@@ -57,17 +59,20 @@ def test_a_resumed_run_is_the_run_that_was_interrupted(folder, tmp_path):
     for one, other in zip(complete, resumed):
         assert other['losses'][HALF:] == one['losses'][HALF:]  # those before are rank 0's alone
         assert equal(other['weights'], one['weights'])
+        assert equal(other['averaged'], one['averaged'])
         assert len(one['states']) == len(other['states']) > 0
         assert all(map(torch.equal, one['states'], other['states']))
     for ranks in (0, 4):
         for other in run_resumed(ranks, tmp_path, sharding, again):
-            for name, weight in complete[0]['weights'].items():
-                torch.testing.assert_close(other['weights'][name], weight, rtol=0, atol=1e-5)
+            for of in ('weights', 'averaged'):
+                for name, weight in complete[0][of].items():
+                    torch.testing.assert_close(other[of][name], weight, rtol=0, atol=1e-5)
     last = str(first / 'iter_10.pth')
     if folder:
         assert 'shards' in load_file(last)
     else:
-        assert equal(load_alone(last), complete[0]['weights'])
+        assert equal(load_alone(last), complete[0]['averaged'])
+        assert 'module.stem.weight' in load_file(last)['ema_state_dict']
         saved = load_file(last)['optimizer']['state']
         shapes = {each['exp_avg'].shape for each in saved.values()}
         assert complete[0]['weights']['stem.weight'].shape in shapes
@@ -121,17 +126,64 @@ def test_a_save_that_dies_leaves_the_checkpoint_that_it_replaces(tmp_path):
     assert len(list(tmp_path.glob('iter_10.shards*'))) == 1
 
 
+def die_while_overwriting(work_dir):
+    """Train, then be killed while shards are written in place of those of the checkpoint."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    options = dict(OPTIONS, sharding=dict(sharded_checkpoint=True))
+    runner = build('twice', 'cpu', work_dir, **options)
+    runner.train()
+    for parameter in runner.model.parameters():
+        parameter.detach().to_local().zero_()
+    write = FileSystemWriter.write_data
+
+    def write_and_die(*args):
+        if torch.distributed.get_rank() % 2:
+            write(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    FileSystemWriter.write_data = write_and_die
+    runner.save_checkpoint(work_dir, 'iter_10.pth')
+
+
+@pytest.mark.long
+def test_a_start_after_a_kill_resumes_from_a_whole_checkpoint(tmp_path):
+    sharding, longer = dict(sharded_checkpoint=True), dict(train_cfg__max_iters=15)
+    complete = run_ranks(run_again, 4, str(tmp_path / 'whole'), sharding, longer)
+    folder = tmp_path / 'killed'
+    with pytest.raises(RanksFailed, match='the process died'):
+        run_ranks(die_while_overwriting, 4, str(folder))
+    assert list((folder / 'iter_10.shards-1' / 'state_dict').iterdir())
+    again = run_ranks(run_again, 4, str(folder), sharding, dict(longer, resume=True))
+    for one, other in zip(complete, again):
+        assert other['losses'][10:] == one['losses'][10:]
+        assert equal(other['weights'], one['weights'])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('ranks', [1, 4])
+def test_a_real_model_resumes_to_the_same_bits(ranks, tmp_path):
+    options = dict(kind='segformer')
+    complete = run_ranks(run_again, ranks, str(tmp_path / 'first'), {}, options)
+    path = str(tmp_path / 'first' / f'iter_{HALF}.pth')
+    options.update(resume=True, load_from=path)
+    for one, other in zip(complete, run_resumed(ranks, tmp_path, {}, options)):
+        assert other['losses'][HALF:] == one['losses'][HALF:]
+        assert equal(other['weights'], one['weights'])
+        assert equal(other['averaged'], one['averaged'])
+
+
 def test_the_command_tests_the_file_of_a_sharded_training(tmp_path):
-    short = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=1']
-    short += ['default_hooks.checkpoint.interval=1']
+    lines = f'custom_hooks = {EMA}\ntrain_cfg = dict(max_epochs=1, val_interval=1)'
+    path = str(config(tmp_path, f'{lines}\ndefault_hooks = dict(checkpoint=dict(interval=1))'))
     place = ['--work-dir', str(tmp_path)]
-    trained = mmdevplug(tmp_path, 'train', DIGITS, '--sharded', '--nproc', '2', *place, *short)
+    trained = mmdevplug(tmp_path, 'train', path, '--sharded', '--nproc', '2', *place)
     assert trained.returncode == 0, trained.stderr
     said = trained.stdout + trained.stderr
     assert 'sharding: ' in ''.join(each.read_text() for each in tmp_path.rglob('*.log')), said
     accuracies = {re.findall(r'accuracy: ([\d.]+)', said)[-1]}
     for ways in ([], ['--nproc', '2', '--cfg-options', 'sharding=True']):
-        tested = mmdevplug(tmp_path, 'test', DIGITS, str(tmp_path / 'epoch_1.pth'), *place, *ways)
+        tested = mmdevplug(tmp_path, 'test', path, str(tmp_path / 'epoch_1.pth'), *place, *ways)
         assert tested.returncode == 0, tested.stderr
         accuracies.add(re.findall(r'accuracy: ([\d.]+)', tested.stdout + tested.stderr)[-1])
     assert len(accuracies) == 1

@@ -38,7 +38,10 @@ CASES = dict(
         dict(model_wrapper_cfg=dict(type='MMDistributedDataParallel')),
         'model_wrapper_cfg: each arranges',
     ),
-    ema=(dict(custom_hooks=[dict(type='EMAHook')]), 'EMAHook'),
+    ema=(
+        dict(sharding=dict(sharded_checkpoint=True), custom_hooks=[dict(type='EMAHook')]),
+        "sharded_checkpoint and ['EMAHook']",
+    ),
     ranks=(dict(sharding=dict(ranks=3)), 'a divisor of 2'),
     published=(
         dict(

@@ -14,11 +14,12 @@ pytestmark = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split('.')[:2])) < (2, 7), reason='FSDP2 needs PyTorch 2.7'
 )
 
+EMA = [dict(type='EMAHook', momentum=0.1, update_buffers=True)]
 ADAM = dict(_delete_=True, type='AdamW', lr=0.001, weight_decay=0.05)
 NO_DECAY = dict(norm_decay_mult=0.0, bias_decay_mult=0.0, custom_keys=dict(head=dict(lr_mult=2.0)))
 #: Kinds of models, how they are sharded, and other options of the training.
 CASES = dict(
-    twice=('twice', True, dict(optim_wrapper__clip_grad=dict(max_norm=0.5))),
+    twice=('twice', True, dict(optim_wrapper__clip_grad=dict(max_norm=0.5), custom_hooks=EMA)),
     llama=(
         'tied_llama',
         True,
@@ -33,7 +34,7 @@ CASES = dict(
     ),
     vit=('vit', dict(blocks=['backbone.layers.1', 'FFN']), {}),
     detr=('detr', True, dict(optim_wrapper__clip_grad=dict(max_norm=0.1))),
-    bn=('classifier', True, dict(sync_bn='auto')),
+    bn=('classifier', True, dict(sync_bn='auto', custom_hooks=EMA[:1])),
 )
 
 
@@ -55,11 +56,14 @@ def compare(names, world_size, device, tmp_path, **sharding):
             for key in ('losses', 'norms'):
                 close = dict(rtol=1e-5, atol=1e-5, msg=f'{name}: {key}')
                 torch.testing.assert_close(found[key], expected[key], **close)
-            for key, weight in expected['weights'].items():
-                where = f'{name}: {key}'
-                torch.testing.assert_close(
-                    found['weights'][key], weight, rtol=0, atol=1e-5, msg=where
-                )
+            assert found['averaged'].keys() == expected['averaged'].keys()
+            for of in ('weights', 'averaged'):
+                for key, weight in expected[of].items():
+                    where = f'{name}: {of} {key}'
+                    torch.testing.assert_close(
+                        found[of][key], weight, rtol=0, atol=1e-5, msg=where
+                    )
+    return job
 
 
 def test_two_ranks_train_as_one_process(tmp_path):
@@ -76,13 +80,24 @@ def test_two_copies_of_two_ranks_each_train_as_one_process(tmp_path):
     compare(['twice', 'segformer'], 4, 'cpu', tmp_path, ranks=2)
 
 
-@pytest.mark.skipif(
+needs_card = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split('.')[:2])) < (2, 13),
     reason='DTensor on a card needs PyTorch 2.13',
 )
+
+
+@needs_card
 @pytest.mark.parametrize('device', ['streams', NATIVE])
 def test_cards_train_as_one_process(device, tmp_path):
     compare(['twice', 'segformer', 'vit'], 2, device, tmp_path)
+
+
+@needs_card
+@pytest.mark.parametrize(('device', 'ranks'), [('streams', 2), (NATIVE, 2), (NATIVE, 1)])
+def test_weights_on_the_host_train_as_one_process(device, ranks, tmp_path):
+    names = ['twice', 'segformer', 'bn']
+    for of_rank in compare(names, 2, device, tmp_path, ranks=ranks, offload=True):
+        assert {tuple(each['devices']) for each in of_rank} == {('cpu',)}
 
 
 def infer_then_train(work_dir):
