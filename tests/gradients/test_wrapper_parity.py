@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.columns import NATIVE, job_of
+from tests.columns import NATIVE, job_of, lazy
 from tests.gradients.parity import SCENARIOS, compare_all
 from tests.ranks import run_ranks
 
@@ -12,7 +12,8 @@ TOLERANCE = {'mixed_dtypes': 2e-2, 'buffers': 5e-6, 'own_buffers': 5e-6, 'others
 #: Its kernels round differently, more so in half precision.
 TOLERANCE_OF_GPU = {'mixed_dtypes': 5e-2, 'others': 1e-4}
 
-CASES = [('cpu', 2), ('zeta', 2), ('zeta', 3), (NATIVE, 2), ('mlu', 3)]
+CASES = [('cpu', 2), ('zeta', 3), (NATIVE, 2), lazy(('lazy', 2))]
+CASES += [pytest.param(case, marks=pytest.mark.long) for case in (('zeta', 2), ('mlu', 3))]
 CASES += [pytest.param(('cuda', ranks), marks=pytest.mark.cuda) for ranks in (1, 2)]
 
 
