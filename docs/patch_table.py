@@ -47,6 +47,7 @@ _LISTED = {
         'mmengine.model.averaged_model.BaseAveragedModel: update_parameters',
         'torch.Tensor: cuda is_cuda',
         'torch.Tensor: type',
+        'torch.amp.autocast_mode.autocast: __init__',
         'torch: index_select',
         'torch.Tensor: index_select',
     ),
@@ -202,6 +203,11 @@ REASONS_EN = {
         'they mean the device of this process.',
         'Model repositories ask a tensor for its device.',
     ),
+    'torch.amp.autocast_mode.autocast.__init__': (
+        'Models turn mixed precision off with `torch.cuda.amp.autocast(enabled=False)` where a '
+        'loss or a cost needs float32, which has no effect on another device.',
+        'Model repositories call `mmengine.runner.autocast`.',
+    ),
     'torch.Tensor.type': (
         "PyTorch 1.10 has no name for the type of a T20's tensors, so `SyncBuffersHook`, "
         '`ZeroRedundancyOptimizer` and printing a `ParameterList` fail; and no PyTorch '
@@ -351,6 +357,11 @@ REASONS = {
     'torch.Tensor.cuda': (
         '模型、损失和指标会调用 `.cuda()`，或在 `is_cuda` 为真时才调用，指的都是本进程的设备。',
         '模型库向张量询问其设备。',
+    ),
+    'torch.amp.autocast_mode.autocast.__init__': (
+        '损失或代价需要 float32 时，模型用 `torch.cuda.amp.autocast(enabled=False)` 关闭混合精度，'
+        '而这在其他设备上不起作用。',
+        '模型库调用 `mmengine.runner.autocast`。',
     ),
     'torch.Tensor.type': (
         'PyTorch 1.10 无法命名 T20 张量的类型，因此 `SyncBuffersHook`、`ZeroRedundancyOptimizer` '

@@ -4,6 +4,7 @@ Models use ``from mmengine.runner.amp import autocast``. That function refuses d
 MMEngine does not list, or silently casts for the CPU.
 """
 
+from functools import wraps
 from typing import Any, Iterator, Optional
 
 import torch
@@ -39,6 +40,29 @@ def patch_autocast(accelerator: Accelerator, compiled: bool = False) -> None:
         _ = accelerator.precision  # made here, which torch.compile cannot trace
     if (compiled or not mmengine_supports(accelerator)) and not active_patches(autocast):
         patch_symbol(autocast, 'func', _autocast, KEPT)
+
+
+def patch_cuda_autocast(accelerator: Accelerator) -> None:
+    """Let ``torch.cuda.amp.autocast`` be that of the device, on a host without CUDA.
+
+    Models turn mixed precision off with it where a loss or a cost needs float32, which would have
+    no effect. On the CPU it turns nothing on: PyTorch says that there is no CUDA.
+    """
+    kind, original = accelerator.device_type, torch.autocast.__init__
+    # Not where the vendor's autocast is another one, or there is none.
+    its_own = getattr(accelerator.precision.autocast(enabled=False), 'device', None) == kind
+    if kind == 'cuda' or torch.cuda.is_available() or not its_own:
+        return
+
+    @wraps(original)
+    def init(self: Any, device_type: str, *args: Any, **options: Any) -> None:
+        if device_type == 'cuda' and (kind != 'cpu' or not options.get('enabled', True)):
+            device_type = kind
+            if options.get('dtype') == torch.float16:  # the default of torch.cuda.amp
+                options['dtype'] = _dtype_around(kind) or accelerator.precision.dtype
+        original(self, device_type, *args, **options)
+
+    patch_symbol(torch.autocast, '__init__', init)
 
 
 def _autocast(

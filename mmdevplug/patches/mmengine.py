@@ -24,7 +24,7 @@ from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patching import JOB, KEPT, patch_symbol, restore_patches
 
-from .autocast import patch_autocast
+from .autocast import patch_autocast, patch_cuda_autocast
 from .module_device import patch_cuda_calls
 from .results import patch_result_collection
 from .torch_load import safe_loading
@@ -53,6 +53,7 @@ def patch_functions(accelerator: AcceleratorConfig = None) -> Accelerator:
 
         patch_tensor_methods()
     patch_cuda_calls(device)
+    patch_cuda_autocast(chosen)
     patch_autocast(chosen)
     return chosen
 

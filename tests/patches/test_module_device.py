@@ -1,6 +1,7 @@
 """Models of repositories that ask a function where to make noise."""
 
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -92,3 +93,38 @@ def has_kernel(tensor):
 )
 def test_a_call_of_cuda_moves_to_the_device_of_this_process(accelerator):
     run_ranks(ask_for_cuda, 0, accelerator)
+
+
+def cast_by_cuda(accelerator):
+    """What dtypes a model computes in that turns mixed precision off and on by CUDA's names."""
+    from mmengine.runner.amp import autocast
+
+    from mmdevplug.model.inferencers import patch_mmengine
+    from mmdevplug.patches.mmengine import restore_mmengine
+
+    install_card(accelerator)
+    patch_mmengine(accelerator)
+    layer = nn.Linear(2, 2).to(accelerator)
+    inputs = torch.ones(2, 2).to(accelerator)
+    found = []
+    with autocast(dtype=torch.bfloat16):
+        found.append(layer(inputs).dtype)
+        for context in (torch.cuda.amp.autocast, partial(torch.autocast, 'cuda')):
+            with context(enabled=False):
+                found.append(layer(inputs).dtype)
+                with context():
+                    found.append(layer(inputs).dtype)
+        found.append(layer(inputs).dtype)
+    restore_mmengine()
+    assert torch.autocast.__init__.__code__.co_filename.endswith('autocast_mode.py')
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='CUDA is there, and stays as it is')
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_autocast_of_cuda_is_that_of_the_device(accelerator):
+    (found,) = run_ranks(cast_by_cuda, 0, accelerator)
+    assert found[::5] == [torch.bfloat16] * 2
+    assert found[1:5:2] == [torch.float32] * 2
+    if accelerator != 'cpu':  # where PyTorch says that there is no CUDA
+        assert found[2] != torch.float32
