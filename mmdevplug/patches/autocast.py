@@ -5,6 +5,7 @@ MMEngine does not list, or silently casts for the CPU.
 """
 
 from functools import wraps
+from inspect import signature
 from typing import Any, Iterator, Optional
 
 import torch
@@ -54,13 +55,16 @@ def patch_cuda_autocast(accelerator: Accelerator) -> None:
     if kind == 'cuda' or torch.cuda.is_available() or not its_own:
         return
 
+    @getattr(torch, '_disable_dynamo', lambda function: function)  # since PyTorch 2.1
     @wraps(original)
-    def init(self: Any, device_type: str, *args: Any, **options: Any) -> None:
-        if device_type == 'cuda' and (kind != 'cpu' or not options.get('enabled', True)):
-            device_type = kind
-            if options.get('dtype') == torch.float16:  # the default of torch.cuda.amp
-                options['dtype'] = _dtype_around(kind) or accelerator.precision.dtype
-        original(self, device_type, *args, **options)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        given = signature(original).bind(self, *args, **options)
+        told = given.arguments
+        if told['device_type'] == 'cuda' and (kind != 'cpu' or not told.get('enabled', True)):
+            told['device_type'] = kind
+            if told.get('dtype') == torch.float16:  # the default of torch.cuda.amp
+                told['dtype'] = _dtype_around(kind) or accelerator.precision.dtype
+        original(*given.args, **given.kwargs)
 
     patch_symbol(torch.autocast, '__init__', init)
 

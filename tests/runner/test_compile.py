@@ -24,7 +24,9 @@ class CastsInside(FeatureNet):
     def features(self, inputs):
         features = super().features(inputs)
         with autocast(enabled=False):
-            return features.float() * 1.0
+            features = features.float() * 1.0
+        with torch.cuda.amp.autocast(enabled=False):
+            return features * 1.0
 
 
 def train_compiled(compile_cfg, work_dir, row='sgd', **options):
@@ -83,7 +85,7 @@ def test_mixed_precision_is_compiled(tmp_path, ranks, norm):
 
 def test_mmengines_autocast_is_replaced_on_every_device_where_a_model_is_compiled():
     (found,) = run_ranks(compile_with_autocast, 0)
-    assert found == [torch.bfloat16, torch.float32, torch.float32]
+    assert found == [torch.bfloat16, *[torch.float32] * 3]
 
 
 def compile_with_autocast():
@@ -95,6 +97,7 @@ def compile_with_autocast():
     set_device_context(DeviceContext(accelerator, 'a test', accelerator.device()))
     patch.mmengine_supports = lambda accelerator: True
     patch.patch_autocast(accelerator, compiled=True)
+    patch.patch_cuda_autocast(accelerator)
 
     @torch.compile(backend='eager', fullgraph=True)
     def step(inputs):
@@ -102,6 +105,8 @@ def compile_with_autocast():
             cast = inputs @ inputs
             with autocast(enabled=False):
                 plain = inputs @ inputs
-        return cast, plain, inputs @ inputs
+            with torch.cuda.amp.autocast(enabled=False):
+                as_cuda = inputs @ inputs
+        return cast, plain, as_cuda, inputs @ inputs
 
     return [result.dtype for result in step(torch.ones(2, 2))]
