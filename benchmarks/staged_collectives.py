@@ -35,15 +35,15 @@ TURN_BYTES = 4 << 20
 
 def make_ways(on_card: bool) -> Dict[str, Callable[[torch.Tensor], None]]:
     """What each way calls, over a group of its own."""
-    from mmdevplug.staged import large_sums
+    from mmdevplug.staged import reductions
 
-    usual = large_sums.LEAST_BYTES
+    usual = reductions.LEAST_BYTES
 
     def make_way(way: str) -> Callable[[torch.Tensor], None]:
         group = torch_dist.new_group(backend='gloo' if way == 'gloo' else 'staged')
 
         def add_up(tensor: torch.Tensor) -> None:
-            large_sums.LEAST_BYTES = LEAST_BYTES.get(way, usual)
+            reductions.LEAST_BYTES = LEAST_BYTES.get(way, usual)
             torch_dist.all_reduce(tensor, group=group)
 
         def add_up_by_hand(tensor: torch.Tensor) -> None:

@@ -204,7 +204,7 @@ def _refuse_shared_device(
         identity = str(accelerator.device_id(device))
     if by_host or identity is None or accelerator.compilation.lazy:
         return
-    from mmdevplug.staged.shared_memory import host_name
+    from mmdevplug.utils.host import host_name
 
     key = f'mmdevplug/devices/{host_name()}/{device.type}:{identity}'
     holder = int(store.compare_set(key, '', str(env.rank)))

@@ -1,7 +1,7 @@
 """Average the buckets of PyTorch's DDP: compress them, and check for NaN."""
 
 from contextlib import suppress
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist, nn
@@ -14,16 +14,6 @@ from .nonfinite import (
     names_of_nonfinite,
     scale_and_check,
 )
-
-
-class _Started(NamedTuple):
-    """A bucket that is averaged on the host, and what DDP waits for."""
-
-    work: Any
-    flat: Tensor
-    future: torch.futures.Future
-    watched: bool  # whether NaN matters
-    named: List[Tuple[nn.Parameter, Tensor]]  # parameters and gradients, if it does
 
 
 class BucketAveraging:
@@ -47,19 +37,19 @@ class BucketAveraging:
         self.policy = policy
         # DDP does, in the first iteration of a graph that it takes for static.
         self._waits_inside = waits_inside
-        self._names: Dict[int, str] = {id(parameter): name for name, parameter in named_parameters}
-        self._begin_iteration()
-
-    def _begin_iteration(self) -> None:
+        names, parameters = zip(*named_parameters)
+        self._names = dict(zip(map(id, parameters), names))
         self._in_iteration = False
-        self._found: List[str] = []
-        self._not_finite = False
-        self._started: List[_Started] = []
 
     # Without annotations: DDP accepts only those of its release.
     def hook(self, state, bucket):
         """Average a bucket; returns a future."""
         if not self._in_iteration:
+            self._found: List[str] = []
+            self._not_finite = False
+            # Buckets that are averaged on the host: the work, what DDP waits for, and parameters
+            # with their gradients if NaN matters.
+            self._started: List[Tuple[Any, Tensor, torch.futures.Future, Any]] = []
             # Without a backward, a rank that has left DDP's `join` answers the others.
             with suppress(RuntimeError):
                 torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_ddp)
@@ -83,15 +73,13 @@ class BucketAveraging:
     ) -> torch.futures.Future:
         watched = self.policy.active and self._in_iteration
         work = self.group.average(flat, keeps_nonfinite=watched)
-        named = list(zip(bucket.parameters(), bucket.gradients())) if watched else []
-        started = _Started(work, flat, torch.futures.Future(), watched, named)
+        named = list(zip(bucket.parameters(), bucket.gradients())) if watched else None
+        future = torch.futures.Future()
+        if self._in_iteration:
+            self._started.append((work, flat, future, named))
         if self._waits_inside or not self._in_iteration:
-            future = work.get_future().then(lambda _: flat)
-            if self._in_iteration:
-                self._started.append(started)
-            return future
-        self._started.append(started)
-        return started.future
+            return work.get_future().then(lambda _: flat)
+        return future
 
     def _scale(self, bucket: 'torch_dist.GradBucket', factor: float) -> None:
         flat = bucket.buffer()
@@ -112,20 +100,18 @@ class BucketAveraging:
 
     def _wait_for_ddp(self) -> None:
         # Before DDP's own callback, which waits for the futures.
-        for started in self._started:
-            started.work.wait()
+        for work, flat, future, named in self._started:
+            work.wait()
             if not self._waits_inside:
-                started.future.set_result(started.flat)
-            if started.watched and not started.work.finite:
+                future.set_result(flat)
+            if named is not None and not work.finite:
                 self._not_finite = True
-                named = [(self._names[id(p)], own) for p, own in started.named]
-                self._found += names_of_nonfinite(named)
+                self._found += names_of_nonfinite([(self._names[id(p)], own) for p, own in named])
         # After DDP's own callback, queued by now, which copies the averages to the gradients.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        found, not_finite = self._found, self._not_finite
-        self._begin_iteration()
-        if not_finite:
+        self._in_iteration, self._started = False, []
+        if self._not_finite:
             order = list(self._names.values())
-            self.policy.stop(sorted(found, key=lambda text: order.index(text.split(' ')[0])))
+            self.policy.stop(sorted(self._found, key=lambda told: order.index(told.split(' ')[0])))

@@ -20,7 +20,14 @@ def check_same_model(module: nn.Module, group: AnyGroup = None) -> None:
     """
     if torch_dist.get_world_size(group) == 1:
         return
-    signature = _signature(module)
+    signature = []
+    named = dict(parameter=module.named_parameters(), buffer=module.named_buffers())
+    for kind, tensors in named.items():
+        for name, tensor in tensors:
+            shape = 'x'.join(map(str, tensor.shape)) or 'scalar'
+            frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            found = f'{shape} {tensor.dtype}{", frozen" if frozen else ""}'
+            signature.append([f'{kind} {name}', found])
     digest = hashlib.sha256(json.dumps(signature).encode()).hexdigest()
     if len(set(gather_json(digest, group))) == 1:
         return
@@ -36,18 +43,6 @@ def check_same_model(module: nn.Module, group: AnyGroup = None) -> None:
         + '\nBuild it from the same config on all ranks: look for sizes that depend on the rank, '
         'its data or its files, and for parameters that only some ranks freeze.'
     )
-
-
-def _signature(module: nn.Module) -> List[List[str]]:
-    signature = []
-    named = dict(parameter=module.named_parameters(), buffer=module.named_buffers())
-    for kind, tensors in named.items():
-        for name, tensor in tensors:
-            shape = 'x'.join(map(str, tensor.shape)) or 'scalar'
-            frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            found = f'{shape} {tensor.dtype}{", frozen" if frozen else ""}'
-            signature.append([f'{kind} {name}', found])
-    return signature
 
 
 def _first_difference(one: List[List[str]], other: List[List[str]]) -> str:

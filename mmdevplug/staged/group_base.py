@@ -10,19 +10,18 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Callable, Deque, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, distributed as torch_dist
 from torch.distributed import ProcessGroup, distributed_c10d as c10d
 
 from mmdevplug.errors import StagedError, first_line
+from mmdevplug.utils.host import has_ended, host_name
 from mmdevplug.utils.torch_compat import is_at_least
 
 from .host_buffers import HostBuffers, as_bytes, check_reduction
-from .large_sums import LargeSums
-from .shared_memory import has_ended, host_name
-from .work import SLICE, DeferredWork, OpenWorks, StagedWork, tensors_in
+from .work import SLICE, StagedWork, overlap, tensors_in
 
 NAME = 'staged'
 #: A tensor for each rank, or one for all.
@@ -45,7 +44,7 @@ class GroupBase(_Base):
     ) -> None:
         if _Base is not object:
             super().__init__(rank, size)
-        self._rank, self._size = rank, size
+        self._rank, self._size, self.store, self.limit = rank, size, store, timeout
         gloo = torch_dist.ProcessGroupGloo(store, rank, size, timeout)
         debugs = getattr(torch_dist, 'get_debug_level', None)  # since PyTorch 1.11
         if debugs is not None and debugs() == torch_dist.DebugLevel.DETAIL:
@@ -53,12 +52,18 @@ class GroupBase(_Base):
             gloo = c10d._create_process_group_wrapper(gloo, NAME, store, rank, size, timeout)
         # Not registered with the group of C++, which PyTorch's DDP may free last, holding the lock
         # of the interpreter: gloo would wait for its threads, and they for that lock.
-        self._gloo: Any = gloo
-        self._open = OpenWorks()
-        self.large = LargeSums(gloo, store, rank, size, timeout, self._open.start_thread)
-        self._store, self._limit = store, timeout
+        self.gloo: Any = gloo
+        self.sums: Any = None  # SharedSums, from the first large sum on where ranks share memory
+        self._sums_are_due = size > 1
         store.set(f'staged/process/{rank}', json.dumps([host_name(), os.getpid()]))
-        self._deferred: Deque[DeferredWork] = deque()
+        # Works that have not ended, and those that callers in C++ may still have. C++ has a half
+        # of a work, which does nothing when its Python half is gone: PyTorch's reducer would wait
+        # for ever for a work that Python has dropped (``DDP.join``).
+        self.works: Dict[int, StagedWork] = {}
+        self.dropped: Deque[StagedWork] = deque(maxlen=128)
+        self._threads: List[threading.Thread] = []
+        self.ending = False
+        self._deferred: Deque[StagedWork] = deque()
         self._deferring = threading.Lock()
         self._name = self._description = ''
         self._process = os.getpid()
@@ -77,29 +82,35 @@ class GroupBase(_Base):
         Others keep this group longer than that: PyTorch's DDP does.
         """
         _GROUPS.discard(self)
-        if os.getpid() != self._process or self._gloo is None:
+        if os.getpid() != self._process or self.gloo is None:
             return  # gloo's threads are not in a process forked from it
-        end = time.monotonic() + (self._limit.total_seconds() if limit is None else limit)
+        end = time.monotonic() + (self.limit.total_seconds() if limit is None else limit)
         with suppress(RuntimeError):
-            self._begin_deferred()
-        for work in list(self._open.works.values()):
+            self.begin_deferred()
+        for work in list(self.works.values()):
             while work.end(SLICE) is not None and time.monotonic() < end:
                 pass
-        self.large.close()
-        self._open.join()
-        if self._open.works:
+        if self.sums is not None:
+            self.sums.close()
+        self.ending = True  # for threads: one that comes back to an ended interpreter aborts it
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(1.0)
+        if self.works:
             # Other ranks are lost or late. Gloo's threads go on, with what they may free.
-            for kept in (self._gloo, *self._open.works.values()):
+            for kept in (self.gloo, *self.works.values()):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        self._gloo = None
+        self.gloo = None
 
-    def rank(self) -> int:
-        """This process in the group."""
-        return self._rank
+    if _Base is object:
 
-    def size(self) -> int:
-        """Processes in the group."""
-        return self._size
+        def rank(self) -> int:
+            """This process in the group."""
+            return self._rank
+
+        def size(self) -> int:
+            """Processes in the group."""
+            return self._size
 
     def getBackendName(self) -> str:  # noqa: N802
         """See :class:`torch.distributed.ProcessGroup`."""
@@ -131,7 +142,7 @@ class GroupBase(_Base):
 
     def _get_backend(self, device: torch.device) -> Any:
         """Gloo, whose timeout PyTorch sets and reads."""
-        return self._gloo
+        return self.gloo
 
     def _run(
         self,
@@ -147,39 +158,67 @@ class GroupBase(_Base):
             StagedError: If the tensors do not go together, or gloo refuses them.
         """
         self._check_tensors(name, tensors)
-        self._begin_deferred()
+        if self._deferred:
+            self.begin_deferred()
         self._count += 1
-        between_two = name.startswith(('send', 'recv'))
-        written = [] if name.startswith('send') else tensors_in(results)
-        if self._open.works and not between_two:
-            self._open.finish_completed()
-            self._open.finish_before(tensors, written)
-        buffers = HostBuffers()
+        sends, tracked = name.startswith('send'), not name.startswith(('send', 'recv'))
+        written = [] if sends else tensors_in(results)
+        if self.works and tracked:
+            self._finish_before(tensors, written)
+        work = StagedWork(self, name, tensors, written, results, tracked)
         try:
             if op is not None:
                 check_reduction(op)
-            with torch.no_grad():
-                works = start(buffers)
+            work.begins = start(work.buffers)
+            if not work.buffers.copied:
+                work.begin()
         except (RuntimeError, ValueError, TypeError) as error:
-            told = f'{self._describe(name, tensors)} cannot begin: {self._explain(error)}'
+            told = f'{self.describe(name, tensors)} cannot begin: {self.explain(error)}'
             raise StagedError(told) from error
-        described = self._describe(name, tensors)
-        work = StagedWork(
-            works,
-            buffers.copy_back,
-            results,
-            lambda error: f'{described} failed: {self._explain(error)}',
-            buffers,
-            self._open,
-            tracked=not between_two,
-        )
-        work.inference = work.inference or any(each.is_inference() for each in tensors)
-        work.read, work.written = list(tensors), written
+        if tracked:
+            self.works[id(work)] = work
+        if work.begins:
+            self._deferred.append(work)
+            # Other ranks need it, even if nothing here waits or calls another collective for long.
+            self.start_thread(self.begin_deferred)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _explain(self, error: BaseException) -> str:
+    def _finish_before(self, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Finish works that write any of these tensors, or read one that is to be written.
+
+        The first ones that have ended are finished, too, as nobody may wait for them.
+        """
+        completed = True
+        for work in list(self.works.values()):
+            completed = completed and work.is_completed()
+            if not completed and (overlap(tensors, work.written) or overlap(written, work.read)):
+                work.wait()
+
+    def start_thread(self, target: Callable[[], None]) -> bool:
+        """Start a thread that :meth:`shutdown` ends; not while Python ends."""
+        self._threads = [each for each in self._threads if each.is_alive()]
+        # A daemon, so that a rank whose peers are lost ends with its main thread.
+        thread = threading.Thread(target=target, name='staged', daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # "can't create new thread at interpreter shutdown"
+            return False
+        self._threads.append(thread)
+        return True
+
+    def begin_deferred(self) -> None:
+        """Begin works that wait for copies, in their order: a later one is to begin."""
+        with self._deferring:
+            while self._deferred:
+                work = self._deferred.popleft()
+                try:
+                    work.begin()
+                except RuntimeError as error:
+                    work.refused = error
+
+    def explain(self, error: BaseException) -> str:
         """What to say of an error, with the ranks that are gone or late as far as they show."""
         told, late = first_line(error), 'imed out' in str(error)
         if 'process' in told:  # in shared memory, where they are known
@@ -187,65 +226,52 @@ class GroupBase(_Base):
         others = [rank for rank in range(self._size) if rank != self._rank]
         with suppress(RuntimeError):  # the store may be gone with its rank
             prefix = f'staged/late/{self._count}'
-            self._store.add(f'{prefix}/{self._rank}', 1)
+            self.store.add(f'{prefix}/{self._rank}', 1)
             end = time.monotonic() + (_OTHERS_SECONDS if late else 0.0)
             while late and others and time.monotonic() < end:
-                others = [each for each in others if not self._store.add(f'{prefix}/{each}', 0)]
+                others = [each for each in others if not self.store.add(f'{prefix}/{each}', 0)]
                 time.sleep(0.02)
             for rank in others:
-                host, pid = json.loads(self._store.get(f'staged/process/{rank}'))
+                host, pid = json.loads(self.store.get(f'staged/process/{rank}'))
                 if host == host_name() and has_ended(pid):
                     told += f'; rank {rank} (process {pid}) has ended'
                 elif late:
                     told += f'; rank {rank} (process {pid}) did not wait for it'
         return told
 
-    def _describe(self, name: str, tensors: Sequence[Tensor]) -> str:
+    def describe(self, name: str, tensors: Sequence[Tensor]) -> str:
+        """Name a collective, the rank, and the tensors."""
         kinds = sorted({f'{list(each.shape)} {each.dtype} on {each.device}' for each in tensors})
         shown = ', '.join(kinds[:3]) + (', ...' if len(kinds) > 3 else '')
-        return f'rank {self.rank()} of {self.size()}: {name}' + (f' of {shown}' if shown else '')
+        return f'rank {self._rank} of {self._size}: {name}' + (f' of {shown}' if shown else '')
 
     def _check_tensors(self, name: str, tensors: Sequence[Tensor]) -> None:
         if os.getpid() != self._process:
             raise StagedError(
-                f'{self._describe(name, tensors)}: the process {os.getpid()} was forked from '
+                f'{self.describe(name, tensors)}: the process {os.getpid()} was forked from '
                 f'{self._process}, whose group does not reach it. Make the group after the fork, '
                 f'or start processes with the method "spawn".'
             )
-        if self._gloo is None:
+        if self.gloo is None:
             raise StagedError(
-                f'{self._describe(name, tensors)}: the group has ended, with '
+                f'{self.describe(name, tensors)}: the group has ended, with '
                 f'destroy_process_group() or the program. Call it before, or start another group.'
             )
-        devices = {str(tensor.device) for tensor in tensors}
-        if len(devices) > 1:
+        for tensor in tensors[1:]:
+            if tensor.device == tensors[0].device:
+                continue
+            devices = {str(each.device) for each in tensors}
             raise StagedError(
-                f'{self._describe(name, tensors)}: expected tensors of one device, got '
+                f'{self.describe(name, tensors)}: expected tensors of one device, got '
                 f'{", ".join(sorted(devices))}. Move them to one before the call.'
             )
-
-    def _when_copied(self, buffers: HostBuffers, begin: Callable[[], Any]) -> Any:
-        """Begin a message when what it sends is on the host; until then the program goes on."""
-        if not buffers.arrive_later:
-            return begin()
-        deferred = DeferredWork(buffers.wait_for_copies, begin, self._begin_deferred)
-        self._deferred.append(deferred)
-        # Other ranks need it, even if nothing here waits or calls another collective for long.
-        self._open.start_thread(self._begin_deferred)
-        return deferred
-
-    def _begin_deferred(self) -> None:
-        """Begin messages that wait for copies, in their order: a later one is to begin."""
-        with self._deferring:
-            while self._deferred:
-                self._deferred.popleft().begin()
 
     def _exchange(
         self, found: Tensor, source: Tensor, found_sizes: List[int], source_sizes: List[int]
     ) -> Any:
         """Begin to send each rank its part of a flat tensor."""
         size = source.element_size()
-        return self._gloo.alltoall_base(
+        return self.gloo.alltoall_base(
             as_bytes(found),
             as_bytes(source),
             [count * size for count in found_sizes],
@@ -260,7 +286,10 @@ class GroupBase(_Base):
     def _end_coalescing(self, device: torch.device) -> StagedWork:
         """Return one work for all that were collected."""
         works, self._coalesced = self._coalesced or [], None
-        return StagedWork(works, lambda: None, [], first_line, None, self._open)
+        work = StagedWork(self, 'coalesced', [], [], [])
+        work.begins = works
+        work.begin()
+        return work
 
     def _rooms(self, buffers: HostBuffers, parts: Parts) -> List[Tensor]:
         """Room for what each rank sends: a tensor for each, or one for all."""
@@ -280,21 +309,19 @@ class GroupBase(_Base):
         return torch.cat(flats), [len(flat) for flat in flats]
 
     def _check_count(self, parts: Sequence[Tensor]) -> None:
-        if len(parts) != self.size():
-            raise ValueError(
-                f'expected {self.size()} tensors, one for each rank, got {len(parts)}'
-            )
+        if len(parts) != self._size:
+            raise ValueError(f'expected {self._size} tensors, one for each rank, got {len(parts)}')
 
     def _sizes(self, tensor: Tensor, splits: Sequence[int] = ()) -> List[int]:
         """The elements of each rank's rows."""
         rows = len(tensor)
         if not splits:
-            if rows % self.size():
-                raise ValueError(f'{rows} rows cannot be divided by {self.size()} ranks')
-            splits = [rows // self.size()] * self.size()
-        if sum(splits) != rows or len(splits) != self.size():
+            if rows % self._size:
+                raise ValueError(f'{rows} rows cannot be divided by {self._size} ranks')
+            splits = [rows // self._size] * self._size
+        if sum(splits) != rows or len(splits) != self._size:
             raise ValueError(
-                f'expected the rows of {self.size()} ranks, {rows} together, got {list(splits)}'
+                f'expected the rows of {self._size} ranks, {rows} together, got {list(splits)}'
             )
         of_one = tensor.numel() // rows if rows else 0
         return [count * of_one for count in splits]

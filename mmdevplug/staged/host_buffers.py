@@ -65,13 +65,19 @@ class HostBuffers:
     """The tensors of one collective on the host, and where their results belong.
 
     A contiguous tensor of the host is its own copy.
+
+    Attributes:
+        due (list): What to call when gloo has finished.
+        written (list): Tensors, and those of the host whose values they get then.
+        copied (list): Events of copies that have begun; :meth:`wait_for_copies` waits for them.
+        finite (bool): Whether an average has neither NaN nor infinity.
     """
 
     def __init__(self) -> None:
-        self._written: List[Tuple[Tensor, Tensor]] = []
-        self._due: List[Callable[[], Any]] = []
-        self._copied: List[Any] = []  # events of copies that have begun
-        self.finite = True  # of averages that are to be
+        self.written: List[Tuple[Tensor, Tensor]] = []
+        self.due: List[Callable[[], Any]] = []
+        self.copied: List[Any] = []
+        self.finite = True
 
     def read(self, tensor: Tensor, later: bool = False) -> Tensor:
         """Return the values of a tensor, flat; ``later`` for :meth:`wait_for_copies`."""
@@ -83,21 +89,16 @@ class HostBuffers:
             room = self._room(values).copy_(values.reshape(-1), non_blocking=True)
             module = getattr(torch, values.device.type)
             with getattr(module, 'device', nullcontext)(values.device.index):
-                self._copied.append(module.Event())
-                self._copied[-1].record()
+                self.copied.append(module.Event())
+                self.copied[-1].record()
             return room
         return values.cpu().contiguous().reshape(-1)
 
-    @property
-    def arrive_later(self) -> bool:
-        """Whether :meth:`wait_for_copies` may have to wait."""
-        return bool(self._copied)
-
     def wait_for_copies(self) -> None:
         """Wait until what was read is on the host."""
-        for event in self._copied:
+        for event in self.copied:
             event.synchronize()
-        self._copied = []
+        self.copied = []
 
     def write(self, tensor: Tensor) -> Tensor:
         """Return room for new values of a tensor, flat."""
@@ -105,7 +106,7 @@ class HostBuffers:
             return tensor.detach().view(-1)
         _refuse_overlap(tensor)
         room = self._room(tensor)
-        self._written.append((tensor, room))
+        self.written.append((tensor, room))
         return room
 
     @staticmethod
@@ -119,30 +120,17 @@ class HostBuffers:
         values = self.read(tensor, later=True)
         if tensor.device.type != 'cpu' or values.data_ptr() != tensor.data_ptr():
             _refuse_overlap(tensor)
-            self._written.append((tensor, values))
+            self.written.append((tensor, values))
         return values
-
-    def copy_later(self, tensor: Tensor, values: Tensor) -> None:
-        """Give a tensor what another one has got by then."""
-        self._written.append((tensor, values))
-
-    def before_copying(self, function: Callable[[], Any]) -> None:
-        """Call a function when gloo has finished."""
-        self._due.append(function)
 
     def copy_back(self) -> None:
         """Give the tensors their new values, and forget what would keep these alive."""
-        due, self._due = self._due, []
-        written, self._written = self._written, []
+        due, self.due = self.due, []
+        written, self.written = self.written, []
         for function in due:
             function()
         for tensor, values in written:
             tensor.copy_(values.view(tensor.shape))
-
-
-def size_of(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
 
 
 def _refuse_overlap(tensor: Tensor) -> None:
@@ -162,11 +150,8 @@ def as_bytes(flat: Tensor) -> Tensor:
 
 def summand(flat: Tensor) -> Tensor:
     """Return the values in a type that gloo adds up; the tensor itself where that is its own."""
-    return flat if flat.dtype in _OF_GLOO else _wider(flat)
-
-
-def _wider(flat: Tensor) -> Tensor:
-    return flat.to(_WIDER.get(flat.dtype, flat.dtype))
+    wider = None if flat.dtype in _OF_GLOO else _WIDER.get(flat.dtype)
+    return flat if wider is None else flat.to(wider)
 
 
 def check_reduction(op: ReduceOp) -> None:
@@ -187,9 +172,10 @@ def check_reduction(op: ReduceOp) -> None:
 def combine(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
     """Reduce the parts of all ranks, in the order of the ranks."""
     function = next(function for known, function in _COMBINE if op == known)
-    result = _wider(parts[0])
+    wider = _WIDER.get(parts[0].dtype, parts[0].dtype)
+    result = parts[0].to(wider)
     for part in parts[1:]:
-        result = function(result, _wider(part))
+        result = function(result, part.to(wider))
     if is_average(op):
         result = averaged(result, len(parts))
     return result.to(parts[0].dtype)

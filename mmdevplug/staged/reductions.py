@@ -2,6 +2,7 @@
 
 from typing import Any, List, Optional, Sequence
 
+import torch
 from torch import Tensor, distributed as torch_dist
 from torch.distributed import ReduceOp, distributed_c10d as c10d
 
@@ -9,54 +10,68 @@ from mmdevplug.utils.torch_compat import is_functional
 
 from .group_base import GroupBase, Parts
 from .host_buffers import HALVES, HostBuffers, averaged, combine, is_average, scale, summand
-from .shared_sum import SharedSum, SharedSums
 from .work import StagedWork, overlap, tensors_in
+
+#: Of fewer bytes, the message takes less time than waiting for the others in shared memory.
+LEAST_BYTES = 1 << 20
+_SHARED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Reductions(GroupBase):
     """Large sums are added up in memory that the ranks of a host share, see :mod:`.large_sums`."""
 
     def allreduce(
-        self, tensors: List[Tensor], opts: Optional['c10d.AllreduceOptions'] = None
+        self,
+        tensors: List[Tensor],
+        opts: Optional['c10d.AllreduceOptions'] = None,
+        name: str = 'all_reduce',
     ) -> StagedWork:
         """See :func:`torch.distributed.all_reduce`."""
-        return self._all_reduce('all_reduce', tensors, opts)
+        op = ReduceOp.SUM if opts is None else opts.reduceOp
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors  # as C++ takes it, too
+
+        def start(buffers: HostBuffers) -> List[Any]:
+            begins = []
+            for place, tensor in enumerate(tensors):
+                # A tensor that is there twice is added up once, as by gloo.
+                twice = place and overlap([tensor], tensors[:place])
+                source = tensor.detach().clone() if twice else tensor
+                begins.append(self._reduce(buffers, source, op))
+                if twice:
+                    buffers.written.append((tensor, source))
+            return begins
+
+        return self._run(name, tensors, tensors, start, op)
 
     def allreduce_coalesced(
         self, tensors: List[Tensor], opts: Optional['c10d.AllreduceCoalescedOptions'] = None
     ) -> StagedWork:
         """Reduce several tensors, of any types, in one call."""
-        return self._all_reduce('all_reduce_coalesced', tensors, opts)
-
-    def _all_reduce(self, name: str, tensors: List[Tensor], opts: Any) -> StagedWork:
-        op = ReduceOp.SUM if opts is None else opts.reduceOp
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors  # as C++ takes it, too
-
-        def start(buffers: HostBuffers) -> List[Any]:
-            # A tensor that is there twice is added up once, as by gloo.
-            sources = [
-                tensor.detach().clone() if overlap([tensor], tensors[:place]) else tensor
-                for place, tensor in enumerate(tensors)
-            ]
-            works = [self._reduce(buffers, source, op) for source in sources]
-            for tensor, source in zip(tensors, sources):
-                if source is not tensor:
-                    buffers.copy_later(tensor, source)
-            return works
-
-        return self._run(name, tensors, tensors, start, op)
+        return self.allreduce(tensors, opts, 'all_reduce_coalesced')
 
     def reduce(self, tensors: List[Tensor], opts: 'c10d.ReduceOptions') -> StagedWork:
         """See :func:`torch.distributed.reduce`; other ranks than the root keep their values."""
 
         def start(buffers: HostBuffers) -> List[Any]:
-            if self.rank() == opts.rootRank:
+            if self._rank == opts.rootRank:
                 return [self._reduce(buffers, tensors[0], opts.reduceOp, opts.rootRank)]
             # Not in place: gloo leaves intermediate results there.
             copy = buffers.read(tensors[0]).clone()
             return [self._reduce(HostBuffers(), copy, opts.reduceOp, opts.rootRank)]
 
         return self._run('reduce', tensors, tensors, start, opts.reduceOp)
+
+    def _shared_sums(self, tensor: Tensor) -> Any:
+        """Where ranks add up a tensor in shared memory; None on all ranks where they do not."""
+        size = tensor.numel() * tensor.element_size()
+        if not size or size < LEAST_BYTES or tensor.dtype not in _SHARED_DTYPES:
+            return None
+        if self._sums_are_due:
+            from .large_sums import share_sums
+
+            self._sums_are_due = False
+            self.sums = share_sums(self, tensor.device.type)
+        return self.sums
 
     def _reduce(
         self, buffers: HostBuffers, tensor: Tensor, op: ReduceOp, root: Optional[int] = None
@@ -66,14 +81,14 @@ class Reductions(GroupBase):
             return self._reduce_sparse(buffers, tensor, op)
         average = is_average(op)
         if root is None and (average or op == ReduceOp.SUM):
-            sums = self.large.suiting(tensor)
+            sums = self._shared_sums(tensor)
             if sums is not None:
                 return self._start_shared(buffers, sums, tensor, average)
         flat = buffers.change(tensor)
         if root is None:
-            call, options = self._gloo.allreduce, torch_dist.AllreduceOptions()
+            call, options = self.gloo.allreduce, torch_dist.AllreduceOptions()
         else:
-            call, options = self._gloo.reduce, torch_dist.ReduceOptions()
+            call, options = self.gloo.reduce, torch_dist.ReduceOptions()
             options.rootRank = root
         options.reduceOp = ReduceOp.SUM if average else op
 
@@ -81,31 +96,24 @@ class Reductions(GroupBase):
             summed = summand(flat)
             # The sum of halves may be larger than they can be.
             divided = average and summed.dtype in HALVES
-            summed = averaged(summed, self.size()) if divided else summed
-
-            def finish() -> None:
-                if average and not divided:
-                    flat.copy_(averaged(summed, self.size()))
-                elif summed is not flat:
-                    flat.copy_(summed)
-
-            buffers.before_copying(finish)
+            summed = averaged(summed, self._size) if divided else summed
+            if average and not divided:
+                buffers.due.append(lambda: flat.copy_(averaged(summed, self._size)))
+            elif summed is not flat:
+                buffers.due.append(lambda: flat.copy_(summed))
             return call([summed], options)
 
-        return self._when_copied(buffers, begin)
+        return begin
 
     def _reduce_sparse(self, buffers: HostBuffers, tensor: Tensor, op: ReduceOp) -> Any:
         """Begin to add up a sparse tensor, of which each rank stores other elements."""
-        # Not detached: gloo and PyTorch 1.10 replace indices and values of these objects.
-        here = tensor.cpu().clone()
-        options = torch_dist.AllreduceOptions()
-        options.reduceOp = ReduceOp.SUM if is_average(op) else op
-        work = self._gloo.allreduce([here], options)
-
-        def finish() -> None:
-            tensor.copy_(here / self.size() if is_average(op) else here)
-
-        buffers.before_copying(finish)
+        average, options = is_average(op), torch_dist.AllreduceOptions()
+        options.reduceOp = ReduceOp.SUM if average else op
+        with torch.no_grad():
+            # Not detached: gloo and PyTorch 1.10 replace indices and values of these objects.
+            here = tensor.cpu().clone()
+            work = self.gloo.allreduce([here], options)
+        buffers.due.append(lambda: tensor.copy_(here / self._size if average else here))
         return work
 
     def average(self, tensor: Tensor, keeps_nonfinite: bool = False) -> StagedWork:
@@ -117,7 +125,7 @@ class Reductions(GroupBase):
         """
 
         def start(buffers: HostBuffers) -> List[Any]:
-            sums = self.large.suiting(tensor)
+            sums = self._shared_sums(tensor)
             if sums is not None:
                 return [self._start_shared(buffers, sums, tensor, True, keeps_nonfinite)]
             read = buffers.read(tensor, later=True)
@@ -127,23 +135,21 @@ class Reductions(GroupBase):
                 flat = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
                 divided = flat.dtype in HALVES
                 if divided:
-                    scale(flat, 1 / self.size())
+                    scale(flat, 1 / self._size)
 
                 def finish() -> None:
-                    buffers.finite = scale(flat, 1.0 if divided else 1 / self.size())
+                    buffers.finite = scale(flat, 1.0 if divided else 1 / self._size)
                     if buffers.finite or not keeps_nonfinite:
                         tensor.detach().copy_(flat.view(tensor.shape))
 
-                buffers.before_copying(finish)
-                return self._gloo.allreduce([flat], torch_dist.AllreduceOptions())
+                buffers.due.append(finish)
+                return self.gloo.allreduce([flat], torch_dist.AllreduceOptions())
 
-            return [self._when_copied(buffers, begin)]
+            return [begin]
 
         return self._run('average', [tensor], [tensor], start)
 
-    def _start_shared(
-        self, buffers: HostBuffers, sums: SharedSums, tensor: Tensor, *how: bool
-    ) -> SharedSum:
+    def _start_shared(self, buffers: HostBuffers, sums: Any, tensor: Tensor, *how: bool) -> Any:
         """Add up pieces of the tensor itself, or of its copy on the host."""
         values = tensor.detach()
         plain = values.is_contiguous() and not values.is_neg() and not is_functional(values)
@@ -152,7 +158,7 @@ class Reductions(GroupBase):
         def finish() -> None:
             buffers.finite = shared.finite
 
-        buffers.before_copying(finish)
+        buffers.due.append(finish)
         return shared
 
     def reduce_scatter(
@@ -204,8 +210,8 @@ class Reductions(GroupBase):
     ) -> Any:
         source, sizes = self._sources(buffers, parts)
         result = buffers.write(output)
-        found = source.new_empty(self.size() * output.numel())
-        work = self._exchange(found, source, [output.numel()] * self.size(), sizes)
-        rows = found.view(self.size(), output.numel())
-        buffers.before_copying(lambda: result.copy_(combine(list(rows), op)))
+        found = source.new_empty(self._size * output.numel())
+        work = self._exchange(found, source, [output.numel()] * self._size, sizes)
+        rows = found.view(self._size, output.numel())
+        buffers.due.append(lambda: result.copy_(combine(list(rows), op)))
         return work

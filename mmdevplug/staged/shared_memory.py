@@ -14,30 +14,12 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 Gather = Callable[[Any], List[Any]]
 
 
-class RanksByHost(NamedTuple):
-    """Describe which ranks of a process group share a host."""
-
-    ranks: List[List[int]]  # of each host, in ascending order
-    here: int  # the index of this rank's host
-    local_rank: int  # the index of this rank among those of its host
-
-
-def group_by_host(names: Sequence[str], rank: int) -> RanksByHost:
-    """Group the ranks by the names of their hosts, see :func:`host_name`."""
+def group_by_host(names: Sequence[str]) -> List[List[int]]:
+    """The ranks of each host, in ascending order, by the names of their hosts."""
     ranks: Dict[str, List[int]] = {}
-    for each, name in enumerate(names):
-        ranks.setdefault(name, []).append(each)
-    here = list(ranks).index(names[rank])
-    return RanksByHost(list(ranks.values()), here, ranks[names[rank]].index(rank))
-
-
-def host_name() -> str:
-    """The name of this host; containers and network namespaces count as hosts."""
-    try:
-        with open('/proc/sys/kernel/random/boot_id', encoding='ascii') as file:
-            return f'{file.read().strip()}/{os.stat("/proc/self/ns/net").st_ino}'
-    except OSError:
-        return f'{os.uname().nodename}'
+    for rank, name in enumerate(names):
+        ranks.setdefault(name, []).append(rank)
+    return list(ranks.values())
 
 
 class SharedPart(NamedTuple):
@@ -49,12 +31,12 @@ class SharedPart(NamedTuple):
 
 
 def share_memory(
-    size: int, hosts: RanksByHost, gather: Gather, rank: int
+    size: int, here: Sequence[int], gather: Gather, rank: int
 ) -> Optional[List[SharedPart]]:
-    """Give each rank of a host memory that all ranks of this host can read and write.
+    """Give each rank of a host memory that all ranks of this host, ``here``, can read and write.
 
-    Returns that of each rank of this host, or None on all ranks if any could not share. The size,
-    in bytes, is the same on all ranks.
+    Returns that of each of them, or None on all ranks if any could not share. The size, in bytes,
+    is the same on all ranks.
     """
     file, inode, error = None, None, None
     try:
@@ -69,8 +51,7 @@ def share_memory(
     if not any(errors):
         try:
             shared = [
-                SharedPart(each, files[each]['pid'], _map(files[each], size))
-                for each in hosts.ranks[hosts.here]
+                SharedPart(each, files[each]['pid'], _map(files[each], size)) for each in here
             ]
         except OSError as caught:
             error = f'{type(caught).__name__}: {caught}'[:500]
@@ -88,15 +69,6 @@ def share_memory(
             stacklevel=2,
         )
     return None
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process of this host is gone, or only its exit status is left."""
-    try:
-        with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as file:
-            return file.read().rpartition(')')[2].split()[0] in 'ZX'
-    except OSError:
-        return True
 
 
 def _map(owner: Dict[str, Any], size: int) -> mmap.mmap:

@@ -11,8 +11,10 @@ from typing import Any, Callable, Deque, List, Optional, Tuple
 import torch
 from torch import Tensor, distributed as torch_dist
 
+from mmdevplug.utils.host import has_ended
+
 from .host_buffers import HALVES, is_finite, scale
-from .shared_memory import RanksByHost, SharedPart, has_ended
+from .shared_memory import SharedPart
 
 #: What the ranks of a host share for one group, all together, whatever they add up.
 SHARED_BYTES = 64 << 20
@@ -88,7 +90,7 @@ class SharedSums:
 
     Args:
         parts (list[SharedPart]): The memory of each rank of this host.
-        hosts (RanksByHost): Where the ranks are.
+        here (int): The place of this rank among those of its host.
         between (ProcessGroupGloo, optional): The ranks with this local rank, if there are hosts.
         size (int): Processes in the group.
         timeout (timedelta): How long a sum waits for the other ranks.
@@ -98,13 +100,13 @@ class SharedSums:
     def __init__(
         self,
         parts: List[SharedPart],
-        hosts: RanksByHost,
+        here: int,
         between: Any,
         size: int,
         timeout: timedelta,
         start_thread: Callable[[Callable[[], None]], bool],
     ) -> None:
-        self.parts, self._here, self._size = parts, hosts.local_rank, size
+        self.parts, self._here, self._size = parts, here, size
         self._between: Any = between
         self._timeout, self._start_thread = timeout, start_thread
         self._heads = [memoryview(part.memory).cast('q') for part in parts]

@@ -60,9 +60,9 @@ class StagedProcessGroup(Reductions):
         """See :func:`torch.distributed.broadcast`."""
 
         def start(buffers: HostBuffers) -> List[Any]:
-            is_root = self.rank() == opts.rootRank
+            is_root = self._rank == opts.rootRank
             flats = [(buffers.read if is_root else buffers.write)(tensor) for tensor in tensors]
-            return [self._gloo.broadcast([as_bytes(flat)], opts) for flat in flats]
+            return [self.gloo.broadcast([as_bytes(flat)], opts) for flat in flats]
 
         return self._run('broadcast', tensors, tensors, start)
 
@@ -112,7 +112,7 @@ class StagedProcessGroup(Reductions):
             for parts, source in zip(outputs, inputs):
                 rooms = self._rooms(buffers, parts)
                 flat = as_bytes(buffers.read(source))
-                works.append(self._gloo.allgather([[as_bytes(room) for room in rooms]], [flat]))
+                works.append(self.gloo.allgather([[as_bytes(room) for room in rooms]], [flat]))
             return works
 
         return self._run(name, [*inputs, *tensors_in(outputs)], results, start)
@@ -124,7 +124,7 @@ class StagedProcessGroup(Reductions):
 
         def start(buffers: HostBuffers) -> List[Any]:
             rooms = [[as_bytes(buffers.write(each)) for each in parts] for parts in outputs]
-            return [self._gloo.gather(rooms, [as_bytes(buffers.read(inputs[0]))], opts)]
+            return [self.gloo.gather(rooms, [as_bytes(buffers.read(inputs[0]))], opts)]
 
         return self._run('gather', [*inputs, *tensors_in(outputs)], outputs, start)
 
@@ -135,7 +135,7 @@ class StagedProcessGroup(Reductions):
 
         def start(buffers: HostBuffers) -> List[Any]:
             parts = [[as_bytes(buffers.read(each)) for each in parts] for parts in inputs]
-            return [self._gloo.scatter([as_bytes(buffers.write(outputs[0]))], parts, opts)]
+            return [self.gloo.scatter([as_bytes(buffers.write(outputs[0]))], parts, opts)]
 
         return self._run('scatter', [*outputs, *tensors_in(inputs)], outputs, start)
 
@@ -176,7 +176,7 @@ class StagedProcessGroup(Reductions):
                 for room, part in zip(rooms, parts):
                     room.copy_(part)
 
-            buffers.before_copying(finish)
+            buffers.due.append(finish)
             return [self._exchange(found, source, [len(room) for room in rooms], sizes)]
 
         return self._run('all_to_all', [*outputs, *inputs], outputs, start)
@@ -187,7 +187,7 @@ class StagedProcessGroup(Reductions):
         """See :func:`torch.distributed.send`."""
 
         def start(buffers: HostBuffers) -> List[Any]:
-            return [self._gloo.send([as_bytes(buffers.read(tensors[0]))], rank, tag)]
+            return [self.gloo.send([as_bytes(buffers.read(tensors[0]))], rank, tag)]
 
         return self._run(f'send to rank {rank}', tensors, tensors, start)
 
@@ -195,7 +195,7 @@ class StagedProcessGroup(Reductions):
         """See :func:`torch.distributed.recv`."""
 
         def start(buffers: HostBuffers) -> List[Any]:
-            return [self._gloo.recv([as_bytes(buffers.write(tensors[0]))], rank, tag)]
+            return [self.gloo.recv([as_bytes(buffers.write(tensors[0]))], rank, tag)]
 
         return self._run(f'recv from rank {rank}', tensors, tensors, start)
 
@@ -203,7 +203,7 @@ class StagedProcessGroup(Reductions):
         """Receive from whoever sends first."""
 
         def start(buffers: HostBuffers) -> List[Any]:
-            return [self._gloo.recv_anysource([as_bytes(buffers.write(tensors[0]))], tag)]
+            return [self.gloo.recv_anysource([as_bytes(buffers.write(tensors[0]))], tag)]
 
         return self._run('recv', tensors, tensors, start)
 
@@ -214,11 +214,11 @@ class StagedProcessGroup(Reductions):
 
         What began before has its results then.
         """
-        before = list(self._open.works.values())
+        before = list(self.works.values())
 
         def start(buffers: HostBuffers) -> List[Any]:
-            buffers.before_copying(lambda: [work.wait() for work in before])
-            return [self._gloo.barrier()]
+            buffers.due.append(lambda: [work.wait() for work in before])
+            return [self.gloo.barrier()]
 
         return self._run('barrier', [], [], start)
 
@@ -227,7 +227,7 @@ class StagedProcessGroup(Reductions):
     ) -> None:
         """See :func:`torch.distributed.monitored_barrier`."""
         limit = {} if timeout is None else dict(timeout=timeout)
-        self._gloo.monitored_barrier(wait_all_ranks=wait_all_ranks, **limit)
+        self.gloo.monitored_barrier(wait_all_ranks=wait_all_ranks, **limit)
 
 
 def _keep_from_tracing() -> None:

@@ -48,3 +48,21 @@ def usable_cores(root: str = '/sys/fs/cgroup') -> int:
         if quota > 0:  # -1 is no limit, too
             cores = min(cores, -(-quota // period))
     return cores
+
+
+def host_name() -> str:
+    """The name of this host; containers and network namespaces count as hosts."""
+    try:
+        with open('/proc/sys/kernel/random/boot_id', encoding='ascii') as file:
+            return f'{file.read().strip()}/{os.stat("/proc/self/ns/net").st_ino}'
+    except OSError:
+        return f'{os.uname().nodename}'
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this host is gone, or only its exit status is left."""
+    try:
+        with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as file:
+            return file.read().rpartition(')')[2].split()[0] in 'ZX'
+    except OSError:
+        return True

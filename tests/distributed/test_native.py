@@ -22,7 +22,8 @@ from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.gradients.model_signature import check_same_model
 from mmdevplug.gradients.nonfinite import FinitePolicy
 from mmdevplug.samples import DynamicSampler, balance_samples, gather_samples
-from mmdevplug.staged.shared_memory import group_by_host, host_name
+from mmdevplug.staged.shared_memory import group_by_host
+from mmdevplug.utils.host import host_name
 from mmdevplug.utils.pytree import tensors_in
 from tests.native import CARDS, STANDINS, needs_native, run_native
 from tests.ranks import RanksFailed
@@ -303,7 +304,7 @@ def send(name, made_by, backend):
     check_same_model(layers)
     buffers = RankBuffers(SimpleNamespace(model=layers, hooks=[])).state_dict()
     got['buffers'] = buffers[0][0][0].item()
-    got['hosts'] = group_by_host(gather_json(host_name()), rank).ranks
+    got['hosts'] = group_by_host(gather_json(host_name()))
     got['settled'] = refused(FinitePolicy(True).stop, [f'weight of {rank}'])
 
     # MMEngine's own messages

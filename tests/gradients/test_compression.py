@@ -43,9 +43,9 @@ def check_rounded(exact, rounded):
 def add_up_many():
     """What DDP and the staging of lazy devices make of 256 + 1 + 1 + 1, which is 256 in half."""
     start('cpu')
-    from mmdevplug.staged import large_sums
+    from mmdevplug.staged import reductions
 
-    large_sums.LEAST_BYTES = 0
+    reductions.LEAST_BYTES = 0
     wrapper = wrap(nn.Linear(10, 1, bias=False), grad_compression='bf16')
     wrapper(torch.full((1, 10), 1024.0 if rank() == 0 else 4.0)).sum().backward()
     return gradients(wrapper)['weight']

@@ -8,7 +8,7 @@ from torch import nn
 
 from mmdevplug import DeviceDistributedDataParallel, init_device
 from mmdevplug.errors import ModelError
-from mmdevplug.staged import large_sums
+from mmdevplug.staged import reductions
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -38,7 +38,7 @@ class Mixed(nn.Module):
 
 def wrap(model, least_bytes=0, **options):
     """Wrap a model; small ones share memory, too, unless ``least_bytes`` is infinite."""
-    large_sums.LEAST_BYTES = least_bytes
+    reductions.LEAST_BYTES = least_bytes
     rank = init_device('pytorch', 'cpu').env.rank
     options = dict(bucket_cap_mb=0.02, **options)
     return DeviceDistributedDataParallel(model, accelerator='cpu', **options), rank
@@ -46,7 +46,7 @@ def wrap(model, least_bytes=0, **options):
 
 def shared_sums(model):
     """How many sums were in shared memory."""
-    sums = model._averaging_group.large.sums
+    sums = model._averaging_group.sums
     return 0 if sums is None else sums.count
 
 

@@ -151,7 +151,7 @@ def train(accelerator, **options):
 
 def shared_sums(wrapper):
     """How many sums were in shared memory."""
-    sums = wrapper._averaging_group.large.sums
+    sums = wrapper._averaging_group.sums
     return 0 if sums is None else sums.count
 
 
@@ -166,9 +166,9 @@ def test_ranks_of_a_host_add_up_in_shared_memory(ranks):
 
 
 def flat_train(accelerator):
-    from mmdevplug.staged import large_sums
+    from mmdevplug.staged import reductions
 
-    large_sums.LEAST_BYTES = float('inf')
+    reductions.LEAST_BYTES = float('inf')
     return train(accelerator)
 
 
@@ -273,10 +273,11 @@ def test_memory_of_another_process_with_the_same_id_is_refused(tmp_path):
 def memory_of_a_dead_rank(accelerator):
     start(accelerator)
     from mmdevplug.distributed.byte_exchange import gather_json
-    from mmdevplug.staged.shared_memory import group_by_host, host_name, share_memory
+    from mmdevplug.staged.shared_memory import group_by_host, share_memory
+    from mmdevplug.utils.host import host_name
 
-    hosts = group_by_host(gather_json(host_name()), rank())
-    memory = share_memory(1 << 20, hosts, gather_json, rank())
+    (here,) = group_by_host(gather_json(host_name()))
+    memory = share_memory(1 << 20, here, gather_json, rank())
     memory[rank()].memory[:] = bytes([rank() + 1]) * (1 << 20)
     gather_json(None)
     if rank() == 1:
@@ -303,7 +304,7 @@ def places(accelerator):
     for step in range(3):
         wrapper.zero_grad()
         wrapper(batch(step, context.device, 512)).square().mean().backward()
-        sums = wrapper._averaging_group.large.sums
+        sums = wrapper._averaging_group.sums
         found.append([(len(each.memory), id(each.memory)) for each in sums.parts])
     return found
 
