@@ -6,7 +6,7 @@ would train different models from then on.
 """
 
 from contextlib import contextmanager
-from typing import Dict, Iterator, List, Optional, Sequence
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 from torch import Tensor, nn
 
@@ -38,10 +38,12 @@ class TrainableSet:
         self.module = module
         self.tolerates_unused = tolerates_unused
         kept = before._ids if before is not None and tolerates_unused else frozenset()
-        self.named = [
-            (name, p) for name, p in module.named_parameters() if p.requires_grad or id(p) in kept
-        ]
-        averaged = {id(parameter): parameter for _, parameter in self.named}
+        self.named: List[Tuple[str, nn.Parameter]] = []
+        averaged: Dict[int, nn.Parameter] = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad or id(parameter) in kept:
+                self.named.append((name, parameter))
+                averaged[id(parameter)] = parameter
         self._ids = frozenset(averaged)
         self._last = _trainable_ids(module)
         self._changed = before is not None
@@ -103,15 +105,14 @@ def check_optimizers(
     for wrapper in list_optim_wrappers(optim_wrapper):
         for group in wrapper.optimizer.param_groups:
             optimized += group['params']
-    inside, name = set(map(id, module.parameters())), type(module).__name__
-    known, checked, changed = set(inside), True, False
+    checked = True
     for one in sets:
         checked = checked and one._optimized == len(optimized)
         one._optimized = len(optimized)
-        known.update(one._known)
-        changed = changed or one._changed
     if checked:
         return
+    inside, name = set(map(id, module.parameters())), type(module).__name__
+    known = inside.union(*(one._known for one in sets))
     foreign = [str(tuple(p.shape)) for p in optimized if p.requires_grad and id(p) not in known]
     if foreign:
         raise ModelError(
@@ -120,7 +121,7 @@ def check_optimizers(
             f'would train other values. Expected parameters of the model: assign them to a module '
             f'in it before they are given to the optimizer (add_param_group).'
         )
-    if not changed:
+    if not any(one._changed for one in sets):
         return
     held = {id(parameter) for parameter in optimized}
     idle = [

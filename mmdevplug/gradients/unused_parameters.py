@@ -59,10 +59,14 @@ def _averaged_by_ddp(model: nn.Module) -> List[Tuple[str, Any]]:
 
 
 def _averaged_names(ddp: nn.Module, prefix: str) -> List[str]:
-    names = getattr(ddp, 'averaged_names', None) or [
-        name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad
+    ours = getattr(ddp, '_trainable', None)  # what the reducer was built for
+    named = ddp.module.named_parameters() if ours is None else ours.named
+    ignored = ddp.parameters_to_ignore
+    return [
+        f'{prefix}{name}'
+        for name, parameter in named
+        if (ours is not None or parameter.requires_grad) and name not in ignored
     ]
-    return [f'{prefix}{name}' for name in names]
 
 
 def _describe(ddp: nn.Module, prefix: str, error: RuntimeError) -> str:

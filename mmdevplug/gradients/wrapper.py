@@ -26,16 +26,15 @@ from mmdevplug.utils.torch_compat import is_at_least
 
 from .ddp_hook import BucketAveraging
 from .model_signature import check_same_model
+from .nonfinite import FinitePolicy
 from .trainable_set import COMPARING, TrainableSet, check_optimizers
 from .unused_parameters import naming_parameters, refuse_unreduced
 from .wrapper_arguments import (
-    averaging_options,
+    check_compressible,
     check_module,
     ddp_arguments,
-    host_defaults,
     read_options,
     suits_ddp,
-    trainable,
 )
 
 
@@ -105,9 +104,16 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
 
             averaging_group = staged_counterpart(group)
         lazy = chosen.compilation.lazy
-        staged = on_host and (lazy or not suits_ddp(chosen, find_unused_parameters))
+        taken = chosen.gloo_takes_tensors or suits_ddp(find_unused_parameters)
+        staged = on_host and (lazy or not taken)
         convert_norm_layers(module, chosen, device)
-        averaging = averaging_options(own, module, process_group, on_host)
+        compress = own.grad_compression == 'bf16'
+        if compress:
+            check_compressible(module)
+        stops = on_host if own.nonfinite_grads is None else own.nonfinite_grads == 'stop'
+        averaging: Dict[str, Any] = dict(
+            compress=compress, policy=FinitePolicy(stops, process_group)
+        )
         options = dict(
             broadcast_buffers=broadcast_buffers,
             find_unused_parameters=find_unused_parameters,
@@ -122,10 +128,11 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             self._init_without_reducer(move_module(module, device), device, **options)
         else:
             move_module(module, device)
-            if on_host:
-                shares = not averaging['compress']
-                kwargs = {**host_defaults(trainable(module), shares), **kwargs}
-            arguments = ddp_arguments(options, own, chosen, module, device, **kwargs)
+            if own.bucket_cap_mb is not None:
+                kwargs['bucket_cap_mb'] = own.bucket_cap_mb
+            arguments = ddp_arguments(
+                {**options, **kwargs}, chosen, module, device, on_host, on_host and not compress
+            )
             super().__init__(module, **arguments)
             self._ddp_arguments = arguments
         self.accelerator = chosen
@@ -140,7 +147,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if staged:
             self._start_staging()
         self._hook_is_due = self._hook_is_ours = not staged and (
-            on_host or self.policy.active or averaging['compress']
+            on_host or self.policy.active or compress
         )
         self.detect_anomalous_params = detect_anomalous_params
         if lazy:
@@ -268,12 +275,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if torch.is_grad_enabled():
             self.staging.prepare(outputs, synchronize)
         return outputs
-
-    def _build_params_for_reducer(self) -> Any:
-        """Keep the names of the parameters that PyTorch's DDP knows by their numbers."""
-        ignored = self.parameters_to_ignore
-        self.averaged_names = [n for n, _ in trainable(self.module) if n not in ignored]
-        return super()._build_params_for_reducer()
 
     def train_step(
         self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper

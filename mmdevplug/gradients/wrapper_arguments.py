@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from typing import Any, Dict, Sequence, Tuple
+from typing import Any, Dict
 
 import torch
 from mmengine.model import is_model_wrapper
@@ -15,10 +15,8 @@ from mmdevplug.config.model_wrapper import WrapperOptions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.errors import LaunchError, ModelError
 from mmdevplug.model.move import check_materialized
-from mmdevplug.utils.annotations import AnyGroup
+from mmdevplug.utils.pytree import tensor_bytes
 from mmdevplug.utils.torch_compat import is_at_least
-
-from .nonfinite import FinitePolicy
 
 
 def check_module(module: nn.Module) -> None:
@@ -52,7 +50,9 @@ def refuse_frozen(module: nn.Module) -> None:
 def read_options(wrapper: type, kwargs: Dict[str, Any]) -> WrapperOptions:
     """Take our options out of ``kwargs``, which then holds what PyTorch's DDP takes."""
     names = WrapperOptions.names()
-    given = {name: kwargs.pop(name) for name in names if name in kwargs}
+    given = {}
+    for name in set(kwargs).intersection(names):
+        given[name] = kwargs.pop(name)
     torchs = inspect.signature(DistributedDataParallel.__init__).parameters
     unknown = sorted(set(kwargs) - set(torchs))
     if unknown:
@@ -80,46 +80,33 @@ _LEAST_SHARED_BYTES = 4 << 20
 _PART_BETWEEN_HOSTS, _LEAST_BETWEEN_HOSTS, _MOST_BETWEEN_HOSTS = 8, 1 << 20, 8 << 20
 
 
-def host_defaults(
-    named_parameters: Sequence[Tuple[str, nn.Parameter]], shares: bool
-) -> Dict[str, Any]:
-    """Arguments of DDP on a group that averages on the host: gradients are views of a bucket.
-
-    The message of a small bucket starts earlier; where ranks share memory, waiting costs more.
-    """
-    size = sum(each.numel() * each.element_size() for _, each in named_parameters)
-    if not (shares and size >= _LEAST_SHARED_BYTES):
-        cap = 5 << 20
-    elif _on_several_hosts():
-        part = size // _PART_BETWEEN_HOSTS
-        cap = min(max(part, _LEAST_BETWEEN_HOSTS), _MOST_BETWEEN_HOSTS)
-    else:
-        cap = 16 << 20
-    return dict(gradient_as_bucket_view=True, bucket_cap_mb=cap / 2**20)
-
-
-def _on_several_hosts() -> bool:
-    world_size = torch_dist.get_world_size()
-    return int(os.environ.get('LOCAL_WORLD_SIZE', world_size)) < world_size
-
-
 def ddp_arguments(
     options: Dict[str, Any],
-    own: WrapperOptions,
     accelerator: Accelerator,
     module: nn.Module,
     device: torch.device,
-    **kwargs: object,
+    on_host: bool,
+    shares: bool,
 ) -> Dict[str, Any]:
     """Arguments of DDP for a module on its device.
 
-    DDP sends buffers once at the start, whether or not it sends them at each forward.
+    On a group that averages on the host, gradients are views of a bucket. The message of a small
+    bucket starts earlier; where ranks share memory, ``shares``, waiting costs more. DDP sends
+    buffers once at the start, whether or not it sends them at each forward.
     """
+    if on_host:
+        size = sum(map(tensor_bytes, trainable(module).values()))
+        world_size = torch_dist.get_world_size()
+        if not (shares and size >= _LEAST_SHARED_BYTES):
+            cap = 5 << 20
+        elif int(os.environ.get('LOCAL_WORLD_SIZE', world_size)) < world_size:
+            part = size // _PART_BETWEEN_HOSTS
+            cap = min(max(part, _LEAST_BETWEEN_HOSTS), _MOST_BETWEEN_HOSTS)
+        else:
+            cap = 16 << 20
+        options = {**dict(gradient_as_bucket_view=True, bucket_cap_mb=cap / 2**20), **options}
     on_several = len(devices_of(module.parameters())) > 1  # DDP then takes no device ids
-    device_ids = None if on_several or device.type != 'cuda' else [device.index]
-    options = dict(options, device_ids=device_ids, **kwargs)
-    if own.bucket_cap_mb is not None:
-        options['bucket_cap_mb'] = own.bucket_cap_mb
+    options['device_ids'] = None if on_several or device.type != 'cuda' else [device.index]
     if 'forward_sync_buffers' in inspect.signature(DistributedDataParallel.__init__).parameters:
         options['forward_sync_buffers'] = options.pop('broadcast_buffers')
     elif not options['broadcast_buffers']:
@@ -128,32 +115,25 @@ def ddp_arguments(
     return options
 
 
-def averaging_options(
-    own: WrapperOptions, module: nn.Module, group: AnyGroup, on_host: bool
-) -> Dict[str, Any]:
-    """How gradients are averaged, whoever does it."""
-    compress = own.grad_compression == 'bf16'
-    for name, parameter in trainable(module) if compress else ():
+def check_compressible(module: nn.Module) -> None:
+    """Raise ModelError if a gradient cannot travel as bfloat16."""
+    for name, parameter in trainable(module).items():
         if not parameter.dtype.is_floating_point:
             raise ModelError(
                 f"model_wrapper_cfg.grad_compression='bf16' compresses real floating-point "
                 f'gradients, but that of {name} is {parameter.dtype}. Train that parameter in '
                 f"a floating-point dtype, or set grad_compression='none'."
             )
-    stops = on_host if own.nonfinite_grads is None else own.nonfinite_grads == 'stop'
-    return dict(compress=compress, policy=FinitePolicy(stops, group))
 
 
-def suits_ddp(accelerator: Accelerator, find_unused_parameters: bool) -> bool:
-    """Whether PyTorch's DDP works on an eager device, over a group that averages on the host."""
-    if accelerator.gloo_takes_tensors:
-        return True
+def suits_ddp(find_unused_parameters: bool) -> bool:
+    """Whether PyTorch's DDP works on an eager device whose tensors gloo does not take."""
     from mmdevplug.staged.host_buffers import can_pin
 
-    # PyTorch 1 does not know these groups. To find unused parameters DDP pins memory.
+    # PyTorch 1 does not know groups of `staged`. To find unused parameters DDP pins memory.
     return is_at_least('2.0') and (can_pin() or not find_unused_parameters)
 
 
-def trainable(module: nn.Module) -> Sequence[Tuple[str, nn.Parameter]]:
-    """List the parameters that require a gradient, with their names."""
-    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+def trainable(module: nn.Module) -> Dict[str, nn.Parameter]:
+    """The parameters that require a gradient, by their names."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
