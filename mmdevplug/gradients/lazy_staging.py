@@ -31,30 +31,11 @@ _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Bucket(NamedTuple):
-    """Gradients of one dtype that are averaged together."""
+    """Gradients of one dtype that are averaged together, in memory of the host."""
 
-    dtype: torch.dtype  # on the wire
-    numel: int
     indices: List[int]  # of the parameters
-    starts: List[int]  # where the gradient of each begins
-
-    def views(self, flat: Tensor, parameters: Sequence[Tensor]) -> List[Tensor]:
-        """For each gradient its piece of a flat tensor, in its shape."""
-        stops, views = [*self.starts[1:], self.numel], []
-        for index, start, stop in zip(self.indices, self.starts, stops):
-            piece, shape = flat[start:stop], parameters[index].shape
-            if parameters[index].is_complex():
-                piece = torch.view_as_complex(piece.view(-1, 2))
-            views.append(piece.view(shape))
-        return views
-
-
-class _Started(NamedTuple):
-    """A bucket that is being averaged, and its memory."""
-
-    bucket: Bucket
-    memory: Tensor  # flat, on the host
-    average: StagedWork
+    memory: Tensor  # flat, of the dtype on the wire
+    views: List[Tensor]  # for each gradient its piece of the memory, in its shape
 
 
 class LazyStaging:
@@ -104,8 +85,6 @@ class LazyStaging:
         even = -(-size // max(1, round(size / BUCKET_BYTES)))
         self._bucket_bytes = bucket_bytes or even
         self._divided: Optional[Tuple[List[int], List[Bucket]]] = None
-        #: As much as all gradients of a dtype need.
-        self._memory: Dict[torch.dtype, Tensor] = {}
         self._begin_iteration()
         if before is not None:
             for hook in before._hooks:
@@ -142,7 +121,6 @@ class LazyStaging:
 
     def _begin_iteration(self) -> None:
         self._used = [False] * len(self.parameters)
-        self._started: List[_Started] = []
         self._queued = False
 
     def _mark_used(self, index: int) -> None:
@@ -152,9 +130,8 @@ class LazyStaging:
     def _finish(self) -> None:
         with torch.no_grad():
             used = self._materialize_and_agree()
-            for bucket in self._divide(used):
-                self._start(bucket)
-            nonfinite = self._send_averages(used)
+            started = [(bucket, self._start(bucket)) for bucket in self._divide(used)]
+            nonfinite = self._send_averages(started, used)
             self._begin_iteration()
             self.finite = not nonfinite
             if nonfinite and not self.policy.suspended:
@@ -177,31 +154,19 @@ class LazyStaging:
             half = torch.bfloat16 if self.compress else None
             buckets = divide(self.parameters, indices, self._bucket_bytes, half)
             self._divided = indices, buckets
-            self._memory = {}
         return self._divided[1]
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start(self, bucket: Bucket) -> StagedWork:
         """Fetch a bucket and start to average it."""
-        memory = self._room(bucket)
-        views = bucket.views(memory, self.parameters)
         here = [place for place, index in enumerate(bucket.indices) if self._used[index]]
         if len(here) < len(bucket.indices):
-            memory.zero_()
+            bucket.memory.zero_()
         gradients = [self._dense_gradient(bucket.indices[place]) for place in here]
-        self._fetch(gradients, [views[place] for place in here])
-        self._started.append(_Started(bucket, memory, self.group.average(memory)))
-
-    def _room(self, bucket: Bucket) -> Tensor:
-        """Host memory for a bucket, beside those that have started."""
-        memory = self._memory.get(bucket.dtype)
-        if memory is None:
-            buckets = self._divided[1] if self._divided is not None else []
-            numel = sum(each.numel for each in buckets if each.dtype == bucket.dtype)
-            memory = torch.empty(numel, dtype=bucket.dtype, device='cpu')
-            self._memory[bucket.dtype] = memory
-        started = [each.bucket for each in self._started if each.bucket.dtype == bucket.dtype]
-        start = sum(each.numel for each in started)
-        return memory[start : start + bucket.numel]
+        first = 0
+        for part in group_by_bytes([bucket.views[place] for place in here], FETCH_BYTES):
+            self.accelerator.copies.into_host(gradients[first : first + len(part)], part)
+            first += len(part)
+        return self.group.average(bucket.memory)
 
     def _dense_gradient(self, index: int) -> Tensor:
         gradient = self.parameters[index].grad
@@ -212,31 +177,27 @@ class LazyStaging:
             )
         return gradient
 
-    def _fetch(self, gradients: Sequence[Tensor], views: Sequence[Tensor]) -> None:
-        first = 0
-        for part in group_by_bytes(views, FETCH_BYTES):
-            self.accelerator.copies.into_host(gradients[first : first + len(part)], part)
-            first += len(part)
-
-    def _send_averages(self, used: Sequence[bool]) -> List[Bucket]:
+    def _send_averages(
+        self, started: Sequence[Tuple[Bucket, StagedWork]], used: Sequence[bool]
+    ) -> List[Bucket]:
         """Send the averages to the device, and return the buckets that are not finite.
 
         Those are not sent, so the device still has this rank's own gradients.
         """
         nonfinite = []
-        for bucket, memory, average in self._started:
+        for bucket, average in started:
             average.wait()
             ignored = not self.policy.active and not self.policy.suspended
             if not average.finite and not ignored:
                 nonfinite.append(bucket)
             # A gradient scaler checks the averages on the device.
             if average.finite or ignored or self.policy.suspended:
-                self._send(bucket, memory, used)
+                self._send(bucket, used)
         return nonfinite
 
-    def _send(self, bucket: Bucket, memory: Tensor, used: Sequence[bool]) -> None:
+    def _send(self, bucket: Bucket, used: Sequence[bool]) -> None:
         sources, targets = [], []
-        for index, view in zip(bucket.indices, bucket.views(memory, self.parameters)):
+        for index, view in zip(bucket.indices, bucket.views):
             if not used[index]:
                 continue
             parameter = self.parameters[index]
@@ -279,15 +240,18 @@ def divide(
         wire = compressed_to if compressed_to is not None and dtype == torch.float32 else dtype
         element_size = torch.empty(0, dtype=dtype).element_size()
         group: List[int] = []
-        starts: List[int] = []
-        numel = 0
+        sizes: List[int] = []
         for index in by_dtype[dtype]:
             group.append(index)
-            starts.append(numel)
-            numel += parameters[index].numel() * (2 if parameters[index].is_complex() else 1)
-            if numel * element_size >= bucket_bytes or index == by_dtype[dtype][-1]:
-                buckets.append(Bucket(wire, numel, group, starts))
-                group, starts, numel = [], [], 0
+            sizes.append(parameters[index].numel() * (2 if parameters[index].is_complex() else 1))
+            if sum(sizes) * element_size >= bucket_bytes or index == by_dtype[dtype][-1]:
+                memory, views = torch.empty(sum(sizes), dtype=wire, device='cpu'), []
+                for each, piece in zip(group, memory.split(sizes)):
+                    if parameters[each].is_complex():
+                        piece = torch.view_as_complex(piece.view(-1, 2))
+                    views.append(piece.view(parameters[each].shape))
+                buckets.append(Bucket(group, memory, views))
+                group, sizes = [], []
     return buckets
 
 

@@ -63,17 +63,12 @@ class FinitePolicy:
     Attributes:
         suspended (bool): Whether a gradient scaler skips updates. Its search for the right scale
             makes gradients overflow on purpose.
+        active (bool): Whether to check for gradients that are not finite.
     """
 
     def __init__(self, stops: bool, group: AnyGroup = None) -> None:
-        self.stops = stops
-        self.group = group
-        self.suspended = False
-
-    @property
-    def active(self) -> bool:
-        """Return whether to check for gradients that are not finite."""
-        return self.stops and not self.suspended
+        self.active = self.stops = stops
+        self.group, self.suspended = group, False
 
     def stop(self, found_here: Sequence[str]) -> None:
         """Exchange what the ranks found, see :func:`names_of_nonfinite`; all ranks must call it.

@@ -105,10 +105,11 @@ def check_optimizers(
     for wrapper in list_optim_wrappers(optim_wrapper):
         for group in wrapper.optimizer.param_groups:
             optimized += group['params']
-    checked = True
+    checked, changed = True, False
     for one in sets:
         checked = checked and one._optimized == len(optimized)
         one._optimized = len(optimized)
+        changed = changed or one._changed
     if checked:
         return
     inside, name = set(map(id, module.parameters())), type(module).__name__
@@ -121,7 +122,7 @@ def check_optimizers(
             f'would train other values. Expected parameters of the model: assign them to a module '
             f'in it before they are given to the optimizer (add_param_group).'
         )
-    if not any(one._changed for one in sets):
+    if not changed:
         return
     held = {id(parameter) for parameter in optimized}
     idle = [

@@ -2,7 +2,7 @@
 
 import re
 from contextlib import contextmanager
-from typing import Any, Callable, Iterable, Iterator, List, Mapping, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Tuple
 
 from torch import distributed as torch_dist, nn
 
@@ -42,6 +42,11 @@ def refuse_unreduced(model: nn.Module) -> None:
             raise ModelError(_describe(part, prefix, error)) from error
 
 
+def trainable(module: nn.Module) -> Dict[str, nn.Parameter]:
+    """The parameters that require a gradient, by their names."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
 def list_names(names: Iterable[str]) -> str:
     """The first names of a list, and how many more there are."""
     names = list(names)
@@ -60,13 +65,8 @@ def _averaged_by_ddp(model: nn.Module) -> List[Tuple[str, Any]]:
 
 def _averaged_names(ddp: nn.Module, prefix: str) -> List[str]:
     ours = getattr(ddp, '_trainable', None)  # what the reducer was built for
-    named = ddp.module.named_parameters() if ours is None else ours.named
-    ignored = ddp.parameters_to_ignore
-    return [
-        f'{prefix}{name}'
-        for name, parameter in named
-        if (ours is not None or parameter.requires_grad) and name not in ignored
-    ]
+    names = [name for name, _ in ours.named] if ours is not None else list(trainable(ddp.module))
+    return [f'{prefix}{name}' for name in names if name not in ddp.parameters_to_ignore]
 
 
 def _describe(ddp: nn.Module, prefix: str, error: RuntimeError) -> str:
@@ -133,10 +133,9 @@ def naming_parameters(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def listing_unused(model: nn.Module) -> Iterator[Callable[[], List[str]]]:
     """Yield a function that lists the parameters which got no gradient inside this context."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    used: Set[str] = set()
-    hooks = [p.register_hook(lambda _, name=name: used.add(name)) for name, p in trained]
-    yield lambda: [name for name, _ in trained if name not in used]
+    trained, used = trainable(model), set()
+    hooks = [p.register_hook(lambda _, name=name: used.add(name)) for name, p in trained.items()]
+    yield lambda: [name for name in trained if name not in used]
     for hook in hooks:
         hook.remove()
 

@@ -170,15 +170,12 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         wrapped models by ``isinstance(model, MMDistributedDataParallel)``.
         """
         nn.Module.__init__(self)
-        self.module = module
-        self.device = device
-        self.device_type = device.type
+        self.module, self.device, self.device_type = module, device, device.type
         self.device_ids = self.output_device = None
         self.process_group = process_group if process_group is not None else torch_dist.group.WORLD
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
 
     def restart_staging(self) -> None:
         """Average the gradients of the parameters that the module has now."""
@@ -315,11 +312,11 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
 
     def follow_scaler(self, optim_wrapper: AnyOptimWrapper) -> None:
         """Leave NaN to a gradient scaler, if there is one, which skips the update."""
-        self.policy.suspended = False
+        scales = False
         for wrapper in list_optim_wrappers(optim_wrapper):
             scaler = getattr(wrapper, 'loss_scaler', None)
-            if scaler is not None and scaler.is_enabled():
-                self.policy.suspended = True
+            scales = scales or (scaler is not None and scaler.is_enabled())
+        self.policy.suspended, self.policy.active = scales, self.policy.stops and not scales
 
     def warm_up(self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper) -> None:
         """Run a backward pass, so that PyTorch's DDP orders its buckets before training resumes.

@@ -18,6 +18,8 @@ from mmdevplug.model.move import check_materialized
 from mmdevplug.utils.pytree import tensor_bytes
 from mmdevplug.utils.torch_compat import is_at_least
 
+from .unused_parameters import trainable
+
 
 def check_module(module: nn.Module) -> None:
     """Raise ModelError if there is nothing to wrap: see the wrapper's ``Raises``."""
@@ -132,8 +134,3 @@ def suits_ddp(find_unused_parameters: bool) -> bool:
 
     # PyTorch 1 does not know groups of `staged`. To find unused parameters DDP pins memory.
     return is_at_least('2.0') and (can_pin() or not find_unused_parameters)
-
-
-def trainable(module: nn.Module) -> Dict[str, nn.Parameter]:
-    """The parameters that require a gradient, by their names."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}

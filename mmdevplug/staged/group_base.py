@@ -296,21 +296,22 @@ class GroupBase(_Base):
         if isinstance(parts, Tensor):
             room = buffers.write(parts)
             return list(room.split(self._sizes(room)))
-        self._check_count(parts)
-        return [buffers.write(part) for part in parts]
+        if len(parts) != self._size:
+            raise self._wrong_count(parts)
+        return list(map(buffers.write, parts))
 
     def _sources(self, buffers: HostBuffers, parts: Parts) -> Tuple[Tensor, List[int]]:
         """What each rank is sent, in one flat tensor, and its sizes."""
         if isinstance(parts, Tensor):
             flat = buffers.read(parts)
             return flat, self._sizes(flat)
-        self._check_count(parts)
+        if len(parts) != self._size:
+            raise self._wrong_count(parts)
         flats = [buffers.read(part) for part in parts]
         return torch.cat(flats), [len(flat) for flat in flats]
 
-    def _check_count(self, parts: Sequence[Tensor]) -> None:
-        if len(parts) != self._size:
-            raise ValueError(f'expected {self._size} tensors, one for each rank, got {len(parts)}')
+    def _wrong_count(self, parts: Sequence[Tensor]) -> ValueError:
+        return ValueError(f'expected {self._size} tensors, one for each rank, got {len(parts)}')
 
     def _sizes(self, tensor: Tensor, splits: Sequence[int] = ()) -> List[int]:
         """The elements of each rank's rows."""

@@ -60,9 +60,8 @@ class StagedProcessGroup(Reductions):
         """See :func:`torch.distributed.broadcast`."""
 
         def start(buffers: HostBuffers) -> List[Any]:
-            is_root = self._rank == opts.rootRank
-            flats = [(buffers.read if is_root else buffers.write)(tensor) for tensor in tensors]
-            return [self.gloo.broadcast([as_bytes(flat)], opts) for flat in flats]
+            place = buffers.read if self._rank == opts.rootRank else buffers.write
+            return [self.gloo.broadcast([as_bytes(place(each))], opts) for each in tensors]
 
         return self._run('broadcast', tensors, tensors, start)
 
@@ -112,7 +111,7 @@ class StagedProcessGroup(Reductions):
             for parts, source in zip(outputs, inputs):
                 rooms = self._rooms(buffers, parts)
                 flat = as_bytes(buffers.read(source))
-                works.append(self.gloo.allgather([[as_bytes(room) for room in rooms]], [flat]))
+                works.append(self.gloo.allgather([list(map(as_bytes, rooms))], [flat]))
             return works
 
         return self._run(name, [*inputs, *tensors_in(outputs)], results, start)

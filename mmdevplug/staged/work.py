@@ -63,8 +63,10 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         """Begin gloo's part; what is read is on the host then."""
         if self.buffers.copied:
             self.buffers.wait_for_copies()
-        self._works = [each() if callable(each) else each for each in self.begins]
-        self.begins = ()
+        works = []
+        for each in self.begins:
+            works.append(each() if callable(each) else each)
+        self._works, self.begins = works, ()
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Wait until the results are where they belong.
@@ -116,7 +118,7 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         buffers = self.buffers
         if buffers.due or buffers.written:
             # Off elsewhere: of a sparse tensor new parts are kept, which backward may need.
-            inference = self._inference or any(each.is_inference() for each in self.read)
+            inference = self._inference or any(map(Tensor.is_inference, self.read))
             with torch.inference_mode(inference), torch.no_grad():
                 buffers.copy_back()
             self.finite = buffers.finite
