@@ -163,10 +163,13 @@ test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 1
 	MMDEVPLUG_KILLS=100 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla and not tpu and not opencl"
 
 test-pytorch: install  ## Run PyTorch's own tests of collectives and of DDP over `staged`, on the CPU and a card
+ifeq ($(wildcard $(PEERS_TORCH)),)
+	@echo "Only the tests that PyTorch installs: no sources at $(PEERS_TORCH). For more: make test-pytorch PEERS_TORCH=sources-of-pytorch"
+endif
 	$(BIN)/python tests/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device cpu
 	$(BIN)/python tests/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device zeta
 
-test-peers: install install-xla  ## Run MMEngine's own tests on the CPU, torch_xla and a stand-in, if $(PEERS) is there
+test-peers: install install-xla test-pytorch  ## Run PyTorch's own tests and, if $(PEERS) is there, MMEngine's on the CPU, torch_xla and a stand-in
 ifeq ($(wildcard $(PEERS)),)
 	@echo "Skipped: no tests of MMEngine at $(PEERS). To run them: make test-peers PEERS=sources-of-mmengine.tar.gz"
 else

@@ -92,7 +92,7 @@ class HostBuffers:
                 self.copied.append(module.Event())
                 self.copied[-1].record()
             return room
-        return values.cpu().contiguous().reshape(-1)
+        return values.cpu().contiguous().flatten()
 
     def wait_for_copies(self) -> None:
         """Wait until what was read is on the host."""
