@@ -36,6 +36,8 @@ CASES = dict(
     detr=('detr', True, dict(optim_wrapper__clip_grad=dict(max_norm=0.1))),
     bn=('classifier', True, dict(sync_bn='auto', custom_hooks=EMA[:1])),
 )
+#: Those without a repository of models to import.
+FEW = ['twice', 'llama', 'bn']
 
 
 def compare(names, world_size, device, tmp_path, **sharding):
@@ -66,8 +68,11 @@ def compare(names, world_size, device, tmp_path, **sharding):
     return job
 
 
-def test_two_ranks_train_as_one_process(tmp_path):
-    compare(list(CASES), 2, 'cpu', tmp_path)
+@pytest.mark.parametrize(
+    'names', [FEW, pytest.param([n for n in CASES if n not in FEW], marks=pytest.mark.long)]
+)
+def test_two_ranks_train_as_one_process(names, tmp_path):
+    compare(names, 2, 'cpu', tmp_path)
 
 
 @pytest.mark.long
