@@ -113,7 +113,6 @@ LONG = (
     'fault_tolerance/test_heartbeat.py::test_few_operations_on_the_store',
     'fault_tolerance/test_places.py::test_gathering_samples_says_for_whom_it_waits',
     'fault_tolerance/test_places.py::test_a_rank_that_comes_before_the_store_says_so',
-    'samples/test_exchange.py::test_pools_and_slices_of_any_samples',
     'samples/test_faults.py::test_the_rank_is_named[stay_away-balance',
     'samples/test_sampling_faults.py::test_a_rank_that_is_killed_is_named',
     'staged/test_collectives.py::test_a_destroyed_group_keeps_no_connections',

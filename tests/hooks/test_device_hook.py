@@ -21,6 +21,10 @@ def train_with_misplaced_parts(work_dir):
     model = getattr(runner.model, 'module', runner.model)
     model.head.weight = torch.nn.Parameter(model.head.weight.detach().cpu())
     model.data_preprocessor._device = torch.device('cpu')
+    runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+    optimizer = runner.optim_wrapper.optimizer
+    parameter = next(p for p in model.parameters() if p is not model.head.weight)
+    optimizer.state[parameter]['momentum_buffer'] = torch.zeros(parameter.shape)
     runner.train()
     devices = {str(value.device) for value in model.state_dict().values()}
     states = {
@@ -42,3 +46,4 @@ def test_repairs(tmp_path, ranks):
             assert len(problems) == 1
             assert 'head.weight on cpu' in problems[0]
             assert 'data_preprocessor (data preprocessor) on cpu' in problems[0]
+            assert 'SGD state momentum_buffer of parameter 0 on cpu' in problems[0]

@@ -8,10 +8,11 @@ from tests.ranks import run_ranks
 from .jobs import exchange_in_groups, exchange_on
 
 
-def test_pools_and_slices_of_any_samples_in_groups_of_1_to_8_ranks():
-    for rank, checked in enumerate(run_ranks(exchange_in_groups, 8, 8, 12)):
-        # Rank 7 is in all groups, rank 0 in the largest alone.
-        assert sorted(checked) == list(range(8 - rank, 9))
+@pytest.mark.parametrize('ranks', [3, pytest.param(8, marks=pytest.mark.long)])
+def test_pools_and_slices_of_any_samples_in_groups_of_1_rank_to_all(ranks):
+    for rank, checked in enumerate(run_ranks(exchange_in_groups, ranks, ranks, 12)):
+        # The last rank is in all groups, rank 0 in the largest alone.
+        assert sorted(checked) == list(range(ranks - rank, ranks + 1))
         for size, (examples, samples) in checked.items():
             assert examples == 12
             assert samples > 0, f'all pools of {size} ranks were empty'
