@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import ROOT
+from tests.tiers import has_a_branch
 
 PACKAGE = ROOT / 'mmdevplug'
 #: From the top to the bottom, as CONTRIBUTING.md has them. A room imports from those below it.
@@ -136,3 +137,17 @@ def test_contributing_names_the_rooms_in_this_order(page):
     text = (ROOT / page).read_text(encoding='utf-8')
     places = [text.index(f'| `{room}/`') for room in ROOMS if (PACKAGE / room).is_dir()]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ('path', 'repeated'),
+    [
+        ('distributed/test_store_texts.py', True),  # imports utils/torch_compat.py
+        ('samples/test_wire.py', False),
+        ('samples/test_travel.py', True),
+        ('gradients/test_wrapper_parity.py', True),  # its helper wraps models
+        ('test_docs.py', False),
+    ],
+)
+def test_pytorch_1_10_repeats_tests_whose_code_has_a_branch_for_it(path, repeated):
+    assert has_a_branch(ROOT / 'tests' / path) == repeated
