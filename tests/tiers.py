@@ -242,7 +242,7 @@ def _imports(path):
             if module == 'mmdevplug':  # which imports each name when it is asked for
                 named = re.search(rf"'{name}': '([\w.]+)'", _file_of(module).read_text())
                 module = named.group(1) if named else module
-            if _file_of(f'{module}.{name}').exists():
+            elif _file_of(f'{module}.{name}').exists():
                 module = f'{module}.{name}'
             elif _file_of(module).name == '__init__.py' and _file_of(module) != path:
                 yield from (each for each, names in _exports(module) if name in names)
