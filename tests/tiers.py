@@ -203,6 +203,9 @@ _OLDER = re.compile(
 )
 
 
+_ROOT_TEXT = (ROOT / 'mmdevplug' / '__init__.py').read_text()
+
+
 def has_a_branch(path):
     """Whether tests of a file are repeated on PyTorch 1.10.
 
@@ -239,9 +242,10 @@ def _imports(path):
             module = '.'.join(filter(None, [above, node.module]))
             found = [(module, one.name) for one in node.names]
         for module, name in found:
-            if module == 'mmdevplug':  # which imports each name when it is asked for
-                named = re.search(rf"'{name}': '([\w.]+)'", _file_of(module).read_text())
-                module = named.group(1) if named else module
+            # The root imports each of its names when it is asked for.
+            named = module == 'mmdevplug' and re.search(rf"'{name}': '([\w.]+)'", _ROOT_TEXT)
+            if named:
+                module = named.group(1)
             elif _file_of(f'{module}.{name}').exists():
                 module = f'{module}.{name}'
             elif _file_of(module).name == '__init__.py' and _file_of(module) != path:
