@@ -74,6 +74,8 @@ def test_a_single_process(tmp_path, by_epoch, die_at, workers):
 @pytest.mark.parametrize('by_epoch', [True, False])
 def test_several_ranks(tmp_path, world_size, by_epoch):
     options = dict(by_epoch=by_epoch, checkpoint=EVERY_THIRD, **SEVERAL_BUCKETS)
+    # Workers of each rank draw random numbers of their own.
+    options['train_dataloader__num_workers'] = 1
     expected = uninterrupted(world_size, tmp_path / 'whole', options)
     # Since the last validation each rank has its own running statistics.
     got = interrupted(world_size, tmp_path / 'killed', 10, options, rank=world_size - 1)
