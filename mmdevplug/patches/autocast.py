@@ -62,8 +62,9 @@ def patch_cuda_autocast(accelerator: Accelerator) -> None:
         told = given.arguments
         if told['device_type'] == 'cuda' and (kind != 'cpu' or not told.get('enabled', True)):
             told['device_type'] = kind
-            if told.get('dtype') == torch.float16:  # the default of torch.cuda.amp
-                told['dtype'] = _dtype_around(kind) or accelerator.precision.dtype
+            options = told if 'dtype' in told else told.get('kwargs', {})  # PyTorch 1.10
+            if options.get('dtype') == torch.float16:  # the default of torch.cuda.amp
+                options['dtype'] = _dtype_around(kind) or accelerator.precision.dtype
         original(*given.args, **given.kwargs)
 
     patch_symbol(torch.autocast, '__init__', init)

@@ -121,7 +121,9 @@ def cast_by_cuda(accelerator):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='CUDA is there, and stays as it is')
-@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+@pytest.mark.parametrize(
+    'accelerator', ['cpu', 'zeta', pytest.param('xla', marks=pytest.mark.xla)]
+)
 def test_autocast_of_cuda_is_that_of_the_device(accelerator):
     (found,) = run_ranks(cast_by_cuda, 0, accelerator)
     assert found[::5] == [torch.bfloat16] * 2
