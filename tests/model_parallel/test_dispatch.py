@@ -255,3 +255,33 @@ def test_swapped_and_mistaken_arguments():
     assert 'Linear' not in str(refused.value)
     with pytest.raises(PlacementError, match=r'devices is of type dict: .*not a device map'):
         plan(model, {'first': 'zeta:0'}, training=True)
+
+
+class LossHead(nn.Linear):
+    def loss(self, x, labels):
+        """Without a call of forward, which accelerate's hooks know."""
+        return nn.functional.mse_loss(x @ self.weight.t(), labels)
+
+
+class WithHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), LossHead(6, 6)
+
+    def forward(self, x, labels):
+        return self.head.loss(self.body(x), labels)
+
+
+def call_the_method_of_a_head():
+    install_card('zeta')
+    model, data = WithHead(), (torch.ones(2, 6), torch.zeros(2, 6))
+    expected = model(*data).item()
+    dispatch(model, plan(model, 'zeta:0-1', training=True, strategy='balanced'))
+    assert len({p.device for p in model.parameters()}) == 2
+    return expected, model(*data).item()
+
+
+def test_a_head_gets_what_its_own_methods_are_given_on_its_device():
+    need_card()
+    ((expected, found),) = run_ranks(call_the_method_of_a_head, 0)
+    assert found == pytest.approx(expected, abs=1e-6)

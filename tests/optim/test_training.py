@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
+from mmdevplug.optim.device_optim_wrapper import _clip_grad_norm_by_device
 from tests.columns import CUDA, NATIVE, amp_wrapper, job_of, within
 from tests.jobs import largest_difference, needs_bfloat16, needs_scaler
 from tests.optim.scenarios import SCENARIOS, train, train_all
@@ -98,3 +100,14 @@ def test_resuming_restores_the_loss_scale(tmp_path):
     (rest,) = run_ranks(train_with_scaler, 0, tmp_path / 'halves', 2, True)
     assert half['scales'] + rest['scales'] == whole['scales']
     assert whole['scales'][10] == 64.0 * 2**2
+
+
+@pytest.mark.parametrize('max_norm', [0.1, 100.0])
+def test_a_norm_over_several_devices_clips_as_pytorchs_does(max_norm):
+    ours, theirs = ([torch.ones(3, requires_grad=True) for _ in range(2)] for _ in range(2))
+    for number, parameter in enumerate([*ours, *theirs]):
+        parameter.grad = torch.full((3,), 1.0 + number % 2)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    torch.testing.assert_close(_clip_grad_norm_by_device(ours, max_norm), expected)
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one.grad, other.grad)
