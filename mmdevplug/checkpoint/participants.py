@@ -4,11 +4,12 @@ Saving asks each for its state, and resuming gives each its own back. Every rank
 own, which are gathered once: a checkpoint holds them as the bytes of a file for each rank.
 """
 
-import hashlib
 import io
-from functools import wraps
+from functools import partial, wraps
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
-from weakref import ref
+from weakref import WeakValueDictionary
 
 import torch
 from mmengine.dist import get_rank, get_world_size
@@ -18,24 +19,21 @@ from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators import rank_device, rank_devices
 from mmdevplug.accelerators.random_states import random_state, set_random_state
-from mmdevplug.data.resumable_loader import ResumableLoader, has_state, make_resumable
-from mmdevplug.distributed.byte_exchange import gather_bytes, gather_json, to_bytes, to_tensor
+from mmdevplug.data.resumable_loader import has_state, make_resumable
+from mmdevplug.distributed.byte_exchange import gather_bytes, to_bytes, to_tensor
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import loaders_of
 from mmdevplug.utils.model import unwrap_model
-from mmdevplug.utils.torch_compat import view_as_dtype
 from mmdevplug.version import __version__
 
 from .state_copier import StateCopier
 from .writing import save_with_warning
 
 #: The key in a checkpoint, and the version of what is under it.
-KEY, VERSION = 'mmdevplug', 3
-#: Sizes of states vary by some bytes; copies in the background use memory of one size again.
-_ROUND = 64 * 2**10
+KEY, VERSION = 'mmdevplug', 4
 #: What is of one rank alone, and of no use to a job with another number of ranks.
 _OF_ONE_RANK = ('random', 'buffers')
 #: What MMEngine's own hooks change while training, and do not derive from the runner.
@@ -53,11 +51,13 @@ class Participants:
     """
 
     def __init__(self) -> None:
-        self._things: Dict[str, Callable[[], Any]] = {}
+        self._things: Dict[str, Any] = {}
+        #: They get their states before anyone reads from them, and may be built again and again.
+        self._loaders: Any = WeakValueDictionary()
         #: States whose participants are not there yet.
         self._waiting: Dict[str, Any] = {}
-        #: Whether only loaders get their states: all others do when training begins.
-        self._loaders_only = True
+        #: Whether all others have got theirs.
+        self._begun = False
         self._built = 0
         self._unknown: Dict[int, str] = {}
         self._warned = False
@@ -78,17 +78,19 @@ class Participants:
                 f'participant {name!r} is a {type(thing).__name__}; expected something with the '
                 f'methods state_dict() and load_state_dict(state). Add them.'
             )
-        now = self._things.get(name, lambda: None)()
-        if now is not None and now is not thing:
+        kept = self._loaders if isinstance(thing, DataLoader) else self._things
+        now = kept.get(name, thing)
+        if now is not thing:
             raise CheckpointError(
                 f'two participants are named {name!r}: a {type(now).__name__} and a '
                 f'{type(thing).__name__}. Expected a name for each: choose another one.'
             )
-        # A loader that a loop holds gets the name that it has there.
-        self._things = {k: get for k, get in self._things.items() if get() is not thing}
-        # Loaders may be built again and again.
-        self._things[name] = ref(thing) if isinstance(thing, DataLoader) else lambda: thing
-        self._give(name)
+        for other, each in list(kept.items()):
+            if each is thing:  # a loader that a loop holds gets the name that it has there
+                del kept[other]
+        kept[name] = thing
+        if self._waiting:
+            self._give()
 
     def noting(self, build: Callable[..., Any]) -> Callable[..., Any]:
         """Let a function add the loaders that it builds."""
@@ -124,13 +126,14 @@ class Participants:
     def state_dict(self) -> Dict[str, Any]:
         """The states of all participants that have one; all ranks take part."""
         states, unknown = dict(self._waiting), list(self._unknown.values())
-        for name, get in self._things.items():
-            thing = get()
-            state = None if thing is None else thing.state_dict()
-            if isinstance(thing, ResumableLoader) and state is None:
+        for name, loader in list(self._loaders.items()):
+            state = loader.state_dict()
+            if state is None:
                 unknown.append(name)
-            elif state or not isinstance(thing, (DataLoader, type(None))):
+            elif state:
                 states[name] = state
+        for name, thing in self._things.items():
+            states[name] = thing.state_dict()
         if unknown and not self._warned:
             self._warned = True
             log_warning(
@@ -143,35 +146,28 @@ class Participants:
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Give loaders their states, before anyone reads from them, now or when they are built."""
-        self._waiting, self._loaders_only = dict(states), True
-        for name in list(self._things):
-            self._give(name)
+        self._waiting, self._begun = dict(states), False
+        self._give()
 
     def begin(self) -> None:
         """Give all others their states, when everything is built that training needs."""
-        begin_anew = [
-            name
-            for name, get in self._things.items()
-            if not isinstance(get(), (DataLoader, type(None)))
-            and name not in (*self._waiting, *_OF_ONE_RANK)
-        ]
+        begin_anew = [each for each in self._things if each not in (*self._waiting, *_OF_ONE_RANK)]
         if begin_anew:
             log_warning(
                 f'The config has participants whose states the checkpoint lacks, so they begin '
                 f'anew: {", ".join(begin_anew)}.'
             )
-        self._loaders_only = False
-        for name in list(self._things):
-            self._give(name)
+        self._begun = True
+        self._give()
 
     def warn_of_waiting(self) -> None:
         """Name the states that nothing has asked for, when training has begun."""
         warn_of_unused(self._waiting)
 
-    def _give(self, name: str) -> None:
-        thing = self._things[name]()
-        if name in self._waiting and (isinstance(thing, DataLoader) or not self._loaders_only):
-            thing.load_state_dict(self._waiting.pop(name))
+    def _give(self) -> None:
+        for name, thing in [*self._loaders.items(), *self._things.items()]:
+            if name in self._waiting and (self._begun or isinstance(thing, DataLoader)):
+                thing.load_state_dict(self._waiting.pop(name))
 
 
 def warn_of_unused(states: Mapping[str, Any]) -> None:
@@ -191,8 +187,7 @@ def gather_states(participants: Participants) -> Dict[str, Any]:
     stream = io.BytesIO()
     states = StateCopier(rank_device()[0])(participants.state_dict())
     save_with_warning(states, stream, 'a state of this rank')
-    data = stream.getvalue()
-    mine = to_tensor(len(data).to_bytes(8, 'little') + data + bytes(-(len(data) + 8) % _ROUND))
+    mine = to_tensor(stream.getvalue())
     ranks = [mine] if get_world_size() == 1 else gather_bytes(mine, call_tag='states')
     return dict(version=VERSION, release=__version__, ranks=ranks)
 
@@ -217,26 +212,11 @@ def states_of_this_rank(saved: Mapping[str, Any], filename: str) -> Dict[str, An
 
 def unpack(packed: Tensor, filename: str) -> Dict[str, Any]:
     """Unpack the states of one rank."""
-    data = to_bytes(packed)
     with safe_loading(filename):
-        return torch.load(io.BytesIO(data[8 : 8 + int.from_bytes(data[:8], 'little')]))
+        return torch.load(io.BytesIO(to_bytes(packed)))
 
 
 # hooks ------------------------------------------------------------------------------------------
-
-
-class _Attributes:
-    """The attributes of one of MMEngine's own hooks that are a state."""
-
-    def __init__(self, hook: Hook) -> None:
-        self._hook = hook
-
-    def state_dict(self) -> Dict[str, Any]:
-        kinds = [names for kind, names in _ATTRIBUTES.items() if isinstance(self._hook, kind)]
-        return {name: getattr(self._hook, name) for names in kinds for name in names}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self._hook).update(state)
 
 
 def keeps_state(hook: Hook) -> bool:
@@ -247,8 +227,17 @@ def keeps_state(hook: Hook) -> bool:
 def add_hooks(participants: Participants, runner: AnyRunner) -> None:
     """Add all hooks that keep a state."""
     for name, hook in named_hooks(runner):
-        if keeps_state(hook):
-            participants.add(f'hook {name}', hook if has_state(hook) else _Attributes(hook))
+        state: Any = hook
+        for kind, names in () if has_state(hook) else _ATTRIBUTES.items():
+            if isinstance(hook, kind):
+                get = partial(_attributes, hook, names)
+                state = SimpleNamespace(state_dict=get, load_state_dict=vars(hook).update)
+        if has_state(state):
+            participants.add(f'hook {name}', state)
+
+
+def _attributes(hook: Hook, names: Sequence[str]) -> Dict[str, Any]:
+    return {name: getattr(hook, name) for name in names}
 
 
 def named_hooks(runner: AnyRunner) -> Iterator[Tuple[str, Hook]]:
@@ -304,43 +293,34 @@ class RandomStates:
 
 
 class RankBuffers:
-    """The buffers of a model and of its moving averages, where they differ between ranks."""
+    """The buffers of a model and of its moving averages on all ranks but the first.
+
+    Those of the first are saved as weights. Masks are constants.
+    """
 
     inexact = ''
 
     def __init__(self, runner: AnyRunner) -> None:
         self._runner = runner
 
-    def _models(self) -> List[nn.Module]:
-        kept = [getattr(hook, 'ema_model', None) for hook in self._runner.hooks]
-        averaged = [model for model in kept if isinstance(model, nn.Module)]
-        return [unwrap_model(self._runner.model), *averaged]
+    def _buffers(self) -> List[Tensor]:
+        models = [unwrap_model(self._runner.model)]
+        for hook in self._runner.hooks:
+            if isinstance(getattr(hook, 'ema_model', None), nn.Module):
+                models.append(hook.ema_model)
+        buffers = chain.from_iterable(map(nn.Module.buffers, models))
+        return [each for each in buffers if each.dtype != torch.bool]
 
-    def state_dict(self) -> Dict[int, List[Tensor]]:
-        """The buffers by model on the host, without those that are equal on all ranks."""
-        if get_world_size() == 1:
-            return {}
-        to_host = rank_device()[0].copies.to_host
-        found = {k: to_host(list(model.buffers())) for k, model in enumerate(self._models())}
-        ranks = gather_json([_digest(each) for each in found.values()])
-        differ = [len(set(digests)) > 1 for digests in zip(*ranks)]
-        return {index: each for index, each in found.items() if differ[index]}
+    def state_dict(self) -> List[Tensor]:
+        """The buffers."""
+        return self._buffers() if get_rank() else []
 
-    def load_state_dict(self, state: Mapping[int, List[Tensor]]) -> None:
-        """Restore them in models of the same sizes."""
-        models = self._models()
-        for index, values in state.items():
-            buffers = list(models[index].buffers()) if index < len(models) else []
-            if [each.shape for each in buffers] != [each.shape for each in values]:
-                self.inexact = 'the model has other buffers than the checkpoint'
-                continue
-            with torch.no_grad():
-                for buffer, value in zip(buffers, values):
-                    buffer.copy_(value)
-
-
-def _digest(tensors: Sequence[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for each in tensors:
-        digest.update(view_as_dtype(each.contiguous().reshape(-1), torch.uint8).numpy())
-    return digest.hexdigest()
+    def load_state_dict(self, state: Sequence[Tensor]) -> None:
+        """Restore them in a model of the same sizes."""
+        buffers = self._buffers() if get_rank() else []
+        if [each.shape for each in buffers] != [each.shape for each in state]:
+            self.inexact = 'the model has other buffers than the checkpoint'
+            return
+        with torch.no_grad():
+            for buffer, value in zip(buffers, state):
+                buffer.copy_(value)

@@ -9,6 +9,7 @@ import pickle
 import random
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
+from itertools import filterfalse
 from math import inf
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Set, Tuple
@@ -87,22 +88,26 @@ class PlainState:
             if owner.path not in self._first and not isinstance(owner.value, nn.Module):
                 continue  # made while training, as is what holds it
             first = self._first.get(owner.path, {})
-            differ = {n for n, mark in _marks(owner).items() if first.get(n, _MISSING) != mark}
-            unfit = {name for name in differ if owner.late or not _fits(owner, name)}
-            if unfit:
-                # What is filled at the first use belongs together: a flag or a key without its
-                # cache would be wrong.
-                unset = (_MISSING, _examine(None)[0], _examine(False)[0])
-                unfit |= {name for name in differ if first.get(name, _MISSING) in unset}
-            # Objects of one list share a name.
-            path = re.sub(r'\[.*?\]', '[...]', owner.path)
-            for name in sorted(unfit):
-                left[f'{path}.{name} ({type(owner.attributes[name]).__name__})'] = None
-            for name in sorted(differ - unfit):
+            differ: List[str] = []
+            unfit: Set[str] = set()
+            for name, mark in _marks(owner).items():
+                if first.get(name, _MISSING) != mark:
+                    differ.append(name)
+                    if owner.late or not _fits(owner, name):
+                        unfit.add(name)
+            # What is filled at the first use belongs together: a flag or a key without its cache
+            # would be wrong.
+            unset = (_MISSING, _examine(None)[0], _examine(False)[0]) if unfit else ()
+            for name in sorted(differ):
                 value = owner.attributes[name]
+                if name in unfit or first.get(name, _MISSING) in unset:
+                    # Objects of one list share a name.
+                    path = re.sub(r'\[.*?\]', '[...]', owner.path)
+                    left[f'{path}.{name} ({type(value).__name__})'] = None
+                    continue
                 on_device = any(each.device.type != 'cpu' for each in _tensors(value))
                 found.setdefault(owner.path, {})[name] = (on_device, value)
-        new = [name for name in left if name not in self._warned]
+        new = list(filterfalse(self._warned.__contains__, left))
         if new:
             log_warning(
                 f'Changes while training and is not saved: {", ".join(new)}. A resumed run begins '
@@ -155,10 +160,11 @@ def _owners(runner: AnyRunner) -> Iterator[Owner]:
         seen.add(id(value))
         attributes = _attributes(value)
         yield Owner(path, value, attributes, late)
-        modules = value._modules if isinstance(value, nn.Module) else {}
-        todo += [(f'{path}.{name}', child, level, late) for name, child in modules.items()]
+        for name, child in (value._modules if isinstance(value, nn.Module) else {}).items():
+            todo.append((f'{path}.{name}', child, level, late))
         for name, held in attributes.items() if level < _MOST_LEVELS else ():
-            todo += [(f'{path}.{name}{at}', part, level + 1, late) for at, part in _objects(held)]
+            for at, part in _objects(held):
+                todo.append((f'{path}.{name}{at}', part, level + 1, late))
 
 
 def _attributes(value: object) -> Dict[str, Any]:
@@ -169,17 +175,21 @@ def _attributes(value: object) -> Dict[str, Any]:
     found = {} if of_ours else dict(vars(value))
     if isinstance(value, nn.Module):
         left_out = _OF_MODULES
-        trained = {name: p.requires_grad for name, p in value._parameters.items() if p is not None}
-        found[_TRAINED] = trained
-        found.update((name, value._buffers[name]) for name in value._non_persistent_buffers_set)
+        found[_TRAINED] = {
+            n: p.requires_grad for n, p in value._parameters.items() if p is not None
+        }
+        for name in value._non_persistent_buffers_set:
+            found[name] = value._buffers[name]
     elif isinstance(value, Hook):
         left_out = set(_OF_HOOKS)
         # What the methods of MMEngine's own hooks name is theirs.
         for kind in type(value).__mro__:
             if kind is not Hook and kind.__module__.split('.')[0] in ('mmengine', 'mmdevplug'):
-                codes = [getattr(each, '__code__', None) for each in vars(kind).values()]
-                left_out.update(name for code in codes if code for name in code.co_names)
-    return {name: each for name, each in found.items() if name not in left_out}
+                for method in vars(kind).values():
+                    left_out.update(getattr(getattr(method, '__code__', None), 'co_names', ()))
+    for name in left_out & found.keys():
+        del found[name]
+    return found
 
 
 def _objects(value: Any, at: str = '') -> Iterator[Tuple[str, Any]]:
@@ -194,8 +204,10 @@ def _objects(value: Any, at: str = '') -> Iterator[Tuple[str, Any]]:
 def _is_plain_object(value: object) -> bool:
     if isinstance(value, _NO_STATE) or not hasattr(value, '__dict__'):
         return False
-    kinds = [kind for kind in type(value).__mro__ if kind is not object]
-    return not any(kind.__module__.split('.')[0] in _LIBRARIES for kind in kinds)
+    for kind in type(value).__mro__[:-1]:
+        if kind.__module__.split('.')[0] in _LIBRARIES:
+            return False
+    return True
 
 
 class _Same:
@@ -217,14 +229,13 @@ class _Same:
 
 def _marks(owner: Owner) -> Dict[str, Any]:
     """What tells whether attributes have changed, of those that may be a state."""
-    return {
-        name: _examine(value)[0]
-        for name, value in owner.attributes.items()
+    marks = {}
+    for name, value in owner.attributes.items():
         # Objects are walked over, with attributes of their own; others are computed anew.
-        if not isinstance(value, (*_NO_STATE, nn.Module))
-        and not _is_plain_object(value)
-        and getattr(value, 'grad_fn', None) is None
-    }
+        walked = isinstance(value, nn.Module) or _is_plain_object(value)
+        if not (walked or isinstance(value, _NO_STATE) or getattr(value, 'grad_fn', None)):
+            marks[name] = _examine(value)[0]
+    return marks
 
 
 def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[Any, float]:
@@ -242,12 +253,13 @@ def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[Any, float]:
         data = value.tobytes() if value.nbytes < MOST_BYTES else None
         return (value.dtype.str, value.shape, data), value.nbytes
     if kind in _DICTS | _SERIES and len(value) <= most:
-        parts = [*value.keys(), *value.values()] if kind in _DICTS else value
-        found = [_examine(part, most // (len(value) + 1)) for part in parts]
+        marks, size = [], 0.0
+        for part in [*value.keys(), *value.values()] if kind in _DICTS else value:
+            mark, of_part = _examine(part, most // (len(value) + 1))
+            marks.append(mark)
+            size += 8 + of_part
         factory = getattr(value, 'default_factory', None)
-        plain = factory in (None, *_SCALARS, *_DICTS, *_SERIES)
-        size = sum(8 + size for _, size in found) if plain else inf
-        return (kind, [mark for mark, _ in found]), size
+        return (kind, marks), size if factory in (None, *_SCALARS, *_DICTS, *_SERIES) else inf
     if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
         return pickle.dumps(value), inf
     if isinstance(value, torch.Generator):

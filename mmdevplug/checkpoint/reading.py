@@ -19,7 +19,7 @@ from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.file_kinds import describe_no_checkpoint
 from mmdevplug.utils.logs import log_warning
 
-from .writing import FINISHED, POINTER, STARTED, PathLike, is_local, mark_start
+from .writing import FINISHED, POINTER, STARTED, PathLike, is_local, write_text
 
 
 def read_checkpoint(
@@ -60,13 +60,6 @@ def read_for_model(
             f'state_dict of checkpoint {filename} is of type '
             f'{type(checkpoint["state_dict"]).__name__}; expected weights by name. Save it so.'
         )
-    hub = checkpoint.get('message_hub')
-    # MMEngine would warn of each log value that was not saved.
-    if isinstance(hub, dict) and isinstance(hub.get('resumed_keys'), dict):
-        defined = {*hub.get('log_scalars', ()), *hub.get('runtime_info', ())}
-        hub['resumed_keys'] = {
-            key: value for key, value in hub['resumed_keys'].items() if key in defined
-        }
     return checkpoint
 
 
@@ -83,11 +76,9 @@ def read_pointer(work_dir: PathLike) -> Optional[str]:
 
 def is_finished(work_dir: PathLike) -> bool:
     """Whether the last run in a folder has ended: that was noted after its last checkpoint."""
-    noted = [Path(work_dir) / name for name in (POINTER, FINISHED)]
-    if not all(path.is_file() for path in noted):
-        return False
-    saved, ended = (path.stat().st_mtime_ns for path in noted)
-    return saved <= ended
+    saved, ended = Path(work_dir) / POINTER, Path(work_dir) / FINISHED
+    both = saved.is_file() and ended.is_file()
+    return both and saved.stat().st_mtime_ns <= ended.stat().st_mtime_ns
 
 
 def check_file(path: PathLike) -> None:
@@ -122,7 +113,7 @@ def find_good_checkpoint(work_dir: PathLike, only_this_run: bool = False) -> Opt
     Args:
         work_dir (str or Path): With ``last_checkpoint``.
         only_this_run (bool): Whether to leave out files that are older than the start which
-            :func:`mark_start` noted. Defaults to False.
+            was noted. Defaults to False.
     """
     pointed = read_pointer(work_dir)
     if pointed is not None and re.match(r'\w+://', pointed):
@@ -212,7 +203,7 @@ def _find(work_dir: str, load_from: Optional[str], resume: bool, env: LaunchEnv)
         if found is not None:
             return found
     else:
-        mark_start(work_dir)
+        write_text('', Path(work_dir) / STARTED)  # a restart ignores older files
     if not resume:
         left = newest_files([Path(work_dir)])
         if left and count == 0:

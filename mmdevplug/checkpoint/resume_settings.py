@@ -10,7 +10,6 @@ import inspect
 from collections import Counter
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
-from mmengine.optim import OptimWrapperDict
 from mmengine.registry import PARAM_SCHEDULERS
 from mmengine.runner import EpochBasedTrainLoop
 from torch.optim import Optimizer
@@ -21,6 +20,7 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import length_of, loader_of
 
 from .fitting import check_complete, check_names, check_optimizer, refusal
+from .saving import by_name, kinds_of
 
 #: What MMEngine's schedulers change while they step.
 _PROGRESS = {'_global_step', '_last_value', 'base_values', 'last_step', 'verbose'}
@@ -343,27 +343,3 @@ class ResumeSettings:
         """Set the settings that are taken, after MMEngine has loaded the checkpoint's states."""
         for one in self.optimizers:
             one.apply(self)
-
-
-def by_name(optim_wrapper: AnyOptimWrapper, schedulers: Any, config: Any) -> List[Tuple]:
-    """List the optimizers of a runner: name, wrapper, schedulers and the configs of these."""
-    if not isinstance(optim_wrapper, OptimWrapperDict):
-        return [('', optim_wrapper, schedulers, config)]
-    named = isinstance(config, Mapping) and 'type' not in config
-    return [
-        (name, one, (schedulers or {}).get(name), config.get(name) if named else config)
-        for name, one in optim_wrapper.items()
-    ]
-
-
-def kinds_of(wrapper: AnyOptimWrapper, schedulers: Optional[Sequence[Any]]) -> Dict[str, Any]:
-    """Name the classes of an optimizer, or of the one inside of it, and of its schedulers."""
-    optimizer = getattr(wrapper.optimizer, 'optim', wrapper.optimizer)
-    names = [type(one).__name__ for one in schedulers or ()]
-    return dict(optimizer=type(optimizer).__name__, schedulers=names)
-
-
-def describe_kinds(optim_wrapper: AnyOptimWrapper, schedulers: Any) -> Dict[str, Any]:
-    """Name the classes of optimizers and schedulers, for a checkpoint that holds their states."""
-    found = by_name(optim_wrapper, schedulers, None)
-    return {name: kinds_of(wrapper, some) for name, wrapper, some, _ in found}

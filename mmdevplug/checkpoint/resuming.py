@@ -1,10 +1,9 @@
 """Take up training where a checkpoint has left it: loops, random numbers, a due validation."""
 
-from typing import Any, Mapping, Optional, Tuple
+from typing import Any, Mapping, Optional
 
 from mmengine.dist import get_world_size
 from mmengine.hooks import Hook
-from mmengine.runner import BaseLoop
 from mmengine.runner.loops import (
     EpochBasedTrainLoop,
     IterBasedTrainLoop,
@@ -14,7 +13,7 @@ from mmengine.runner.loops import (
 from mmdevplug.data.resumable_loader import Reading, ResumableLoader
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.loops import loader_of
+from mmdevplug.utils.loops import loader_of, progress_of, validation_follows
 from mmdevplug.utils.model import accumulative_counts
 
 from .participants import RandomStates, RankBuffers, keeps_state
@@ -45,7 +44,8 @@ class Resumption:
                 0, f'the checkpoint is of {ranks} rank(s) and this job has {get_world_size()}'
             )
         loop, counts = runner.train_loop, accumulative_counts(runner.optim_wrapper)
-        if runner.iter % counts and not is_complete(runner):
+        done, last = progress_of(loop) or (0, 1)
+        if runner.iter % counts and done < last:
             inexact.append(
                 f'the checkpoint is in the middle of accumulative_counts={counts}, and gradients '
                 f'of {runner.iter % counts} iteration(s) were not saved'
@@ -129,29 +129,3 @@ def repeat_validation(
     for hook in hooks[hooks.index(checkpoint_hook) + 1 :] if metrics is not None else ():
         if keeps_state(hook):
             hook.after_val_epoch(runner, metrics=dict(metrics))
-
-
-def validation_follows(runner: AnyRunner) -> bool:
-    """Whether training is where a validation comes next."""
-    loop = runner.train_loop
-    progress = _progress(loop)
-    if runner.val_loop is None or progress is None:
-        return False
-    loop._decide_current_val_interval()
-    count, last = progress
-    return count >= loop.val_begin and (count % loop.val_interval == 0 or count == last)
-
-
-def is_complete(runner: AnyRunner) -> bool:
-    """Whether the loop has trained as many epochs or iterations as the config asks for."""
-    progress = _progress(runner.train_loop)
-    return progress is not None and progress[0] >= progress[1]
-
-
-def _progress(loop: BaseLoop) -> Optional[Tuple[int, int]]:
-    """How many epochs or iterations were trained, and of how many; None for an unknown loop."""
-    if isinstance(loop, EpochBasedTrainLoop):
-        return loop.epoch, loop.max_epochs
-    if isinstance(loop, IterBasedTrainLoop):
-        return loop.iter, loop.max_iters
-    return None

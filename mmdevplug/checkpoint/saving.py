@@ -3,17 +3,18 @@
 import os
 import time
 from concurrent.futures import Future, wait
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, count
+from pathlib import Path
 from threading import Thread
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import mmengine
 from mmengine.config import Config
 from mmengine.dist import is_main_process
 from mmengine.fileio import get_file_backend
 from mmengine.hooks import EMAHook
-from mmengine.optim import OptimWrapper
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import get_state_dict
 from mmengine.utils import get_git_hash
@@ -25,21 +26,13 @@ from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.failure import before_abort
 from mmdevplug.optim.adapt_config import join_consolidation
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 from mmdevplug.utils.loops import loader_of
 from mmdevplug.utils.model import unwrap_model
 
-from .resume_settings import describe_kinds
+from . import writing
+from .participants import KEY
 from .state_copier import StateCopier
-from .writing import (
-    SHARDS,
-    UNFINISHED,
-    is_local,
-    remove_shards,
-    replacing,
-    write_checkpoint,
-    write_pointer,
-)
 
 #: How long an aborting process waits for a checkpoint that is being written, in seconds.
 ABORT_SECONDS = 5.0
@@ -48,8 +41,7 @@ ABORT_SECONDS = 5.0
 class BackgroundWriter:
     """Run one function at a time in a thread, which the interpreter waits for when it exits."""
 
-    def __init__(self) -> None:
-        self._running: Optional[Future] = None
+    _running: Optional[Future] = None
 
     def start(self, function: Callable[[], None]) -> None:
         """Start a function after the one before; raise the error of that one."""
@@ -81,11 +73,11 @@ class CheckpointSaver:
     """Save checkpoints of a runner, as the options of its hook say."""
 
     def __init__(self, options: CheckpointOptions, backend_args: Optional[Dict] = None) -> None:
-        self.options = options
-        self.backend_args = backend_args
-        self._background = BackgroundWriter()
+        self.options, self.backend_args = options, backend_args
         self._copier: Optional[StateCopier] = None
-        before_abort(lambda: self._background.join(ABORT_SECONDS))
+        if options.async_save:
+            self._background = BackgroundWriter()
+            before_abort(lambda: self._background.join(ABORT_SECONDS))
 
     def save(self, runner: AnyRunner, path: str, outdated: Sequence[str], **options: Any) -> None:
         """Save by the runner's own method, or begin to in the background. All ranks take part.
@@ -100,17 +92,18 @@ class CheckpointSaver:
                 ``last_checkpoint`` is to name it.
         """
         names_it, (folder, name) = options.pop('names_it', True), os.path.split(path)
-        work_dir, backend = runner.work_dir, get_file_backend(path, backend_args=self.backend_args)
+        pointer = Path(runner.work_dir) / writing.POINTER
+        backend = get_file_backend(path, backend_args=self.backend_args)
         method = getattr(type(runner), 'save_checkpoint', None)
         as_ours = getattr(method, 'collects_as_mmengine', False)
 
         def follow() -> None:
             if names_it:
-                write_pointer(work_dir, path)
+                writing.write_text(path, pointer)
             for old in outdated:
                 if old != path and backend.isfile(old):
                     backend.remove(old)
-                    remove_shards(old)
+                    writing.remove_shards(old)
                 elif old != path and backend.isdir(old):
                     backend.rmtree(old)  # as DeepSpeed saves them
 
@@ -120,24 +113,14 @@ class CheckpointSaver:
             else:
                 join_collecting(runner, options['save_optimizer'], path)
             return
-        # Another method than ours may be killed in the middle.
-        own = is_local(path, self.backend_args) and not as_ours
-        given = f'{name}{UNFINISHED}by-runner' if own else name
-
-        def save() -> None:
-            runner.save_checkpoint(folder, given, backend_args=self.backend_args, **options)
+        save = partial(runner.save_checkpoint, folder, name, backend_args=self.backend_args)
 
         def write() -> None:
-            save()
-            if own and os.path.isfile(os.path.join(folder, given)):
-                with replacing(path) as unfinished:
-                    os.replace(os.path.join(folder, given), str(unfinished))
-            elif own:
-                os.replace(os.path.join(folder, given), path)  # a folder, of a strategy
+            save(**options)
             follow()
 
         if not is_main_process():
-            save()
+            save(**options)
         run_on_main(f'saving {name}', write)
 
     def finish(self) -> None:
@@ -150,10 +133,12 @@ class CheckpointSaver:
         self._background.join()
         if self._copier is None:
             self._copier = StateCopier(rank_device()[0], keep=True)
-        copied = self._copier(checkpoint)
+        # The states of ranks are of this call alone, and of another size each time.
+        exact = {KEY: checkpoint.pop(KEY)} if KEY in checkpoint else {}
+        copied = dict(self._copier(checkpoint), **exact)
 
         def write() -> None:
-            write_checkpoint(copied, path, self.backend_args)
+            writing.write_checkpoint(copied, path, self.backend_args)
             follow()
 
         self._background.start(write)
@@ -172,12 +157,14 @@ def collect_checkpoint(
     Sharded ones are gathered, or written beside ``path``: other ranks call
     :func:`join_collecting`.
     """
-    # Children may be wrapped, too; their names are saved without `module.`.
-    weights = get_state_dict(unwrap_model(runner.model))
+    hub = runner.message_hub.state_dict()
+    # MMEngine would warn of each log value that is not saved.
+    saved = filter(hub['resumed_keys'].get, hub['resumed_keys'])
     checkpoint: Dict[str, Any] = {
         'meta': _meta(runner, dict(meta or {}), by_epoch),
-        'state_dict': weights,
-        'message_hub': runner.message_hub.state_dict(),
+        # Children may be wrapped, too; their names are saved without `module.`.
+        'state_dict': get_state_dict(unwrap_model(runner.model)),
+        'message_hub': dict(hub, resumed_keys=dict.fromkeys(saved, True)),
     }
     if save_optimizer:
         if not isinstance(runner.optim_wrapper, OptimWrapper):
@@ -186,8 +173,9 @@ def collect_checkpoint(
                 f'OptimWrapper. Save without it: default_hooks.checkpoint.save_optimizer=False.'
             )
         checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
-        kinds = describe_kinds(runner.optim_wrapper, runner.param_schedulers)
-        checkpoint['meta']['kinds'] = kinds
+        checkpoint['meta']['kinds'] = kinds = {}
+        for name, *found, _ in by_name(runner.optim_wrapper, runner.param_schedulers, None):
+            kinds[name] = kinds_of(*found)
     if save_param_scheduler and runner.param_schedulers is None:
         runner.logger.warning('There are no parameter schedulers, so none are saved.')
     elif save_param_scheduler:
@@ -217,17 +205,17 @@ def _collect_shards(runner: AnyRunner, checkpoint: Dict[str, Any], path: Optiona
 
     folder = None
     if path is not None and runner.sharding.options.sharded_checkpoint:
-        if not is_local(path):
+        if not writing.is_local(path):
             raise CheckpointError(
                 f'sharding.sharded_checkpoint=True, and checkpoints go to {path}: expected a '
                 f'folder of a file system. Set default_hooks.checkpoint.out_dir, or leave the '
                 f'option out.'
             )
         # Shards of a file that this one replaces stay until it is written.
-        base = f'{os.path.splitext(path)[0]}.{SHARDS}'
+        base = f'{os.path.splitext(path)[0]}.{writing.SHARDS}'
         names = chain([base], (f'{base}-{number}' for number in count(1)))
         folder = str(gather_json(next(name for name in names if not os.path.exists(name)))[0])
-        checkpoint[SHARDS] = os.path.basename(folder)
+        checkpoint[writing.SHARDS] = os.path.basename(folder)
     for part in filter(checkpoint.__contains__, ('state_dict', 'optimizer')):
         checkpoint[part] = collect_states(checkpoint[part], folder, part)
 
@@ -270,3 +258,21 @@ def _scheduler_states(schedulers: Any) -> Any:
     if isinstance(schedulers, dict):
         return {name: [each.state_dict() for each in some] for name, some in schedulers.items()}
     return [each.state_dict() for each in schedulers]
+
+
+def by_name(optim_wrapper: AnyOptimWrapper, schedulers: Any, config: Any) -> List[Tuple]:
+    """List the optimizers of a runner: name, wrapper, schedulers and the configs of these."""
+    if not isinstance(optim_wrapper, OptimWrapperDict):
+        return [('', optim_wrapper, schedulers, config)]
+    named = isinstance(config, Mapping) and 'type' not in config
+    return [
+        (name, one, (schedulers or {}).get(name), config.get(name) if named else config)
+        for name, one in optim_wrapper.items()
+    ]
+
+
+def kinds_of(wrapper: AnyOptimWrapper, schedulers: Optional[Sequence[Any]]) -> Dict[str, Any]:
+    """Name the classes of an optimizer, or of the one inside of it, and of its schedulers."""
+    optimizer = getattr(wrapper.optimizer, 'optim', wrapper.optimizer)
+    names = [type(one).__name__ for one in schedulers or ()]
+    return dict(optimizer=type(optimizer).__name__, schedulers=names)

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmdevplug.accelerators import Accelerator
 
@@ -24,106 +24,71 @@ class StateCopier:
     """
 
     def __init__(self, accelerator: Accelerator, keep: bool = False) -> None:
-        self._accelerator = accelerator
-        self._keep = keep
-        self._memory: List[Tensor] = []
+        self._accelerator, self._keep = accelerator, keep
+        self._sizes: List[Tuple[int, torch.dtype]] = []
+        self._memory: List[Any] = []
 
     def __call__(self, state: object) -> Any:
         """Copy dicts, lists, tuples, sets, deques and tensors, nested, and any other objects."""
         leaves: Dict[int, Any] = {}
         _find_leaves(state, leaves, set())
-        tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor)}
         # `deepcopy` takes from here what it would copy otherwise.
-        memo: Dict[int, Any] = {} if self._keep else dict(leaves)
-        memo.update(zip(tensors, self._copy(list(tensors.values()))))
+        memo: Dict[Any, Any] = {} if self._keep else dict(leaves)
+        by_device: Dict[torch.device, List[Tensor]] = {}
+        for leaf in leaves.values():
+            if isinstance(leaf, Tensor):
+                by_device.setdefault(leaf.device, []).append(leaf)
+        for device, tensors in by_device.items():
+            if device.type != 'cpu':
+                detached = [tensor.detach() for tensor in tensors]
+                memo.update(zip(map(id, tensors), self._accelerator.copies.to_host(detached)))
+            elif self._keep:
+                memo['torch'] = self._kept(tensors)
+                for tensor in tensors:
+                    if not tensor.is_leaf:  # which `deepcopy` refuses
+                        memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo)
         return copy.deepcopy(state, memo)
 
-    def _copy(self, tensors: List[Tensor]) -> List[Tensor]:
-        by_device: Dict[torch.device, Dict[Any, Tensor]] = {}
+    def _kept(self, tensors: Sequence[Tensor]) -> Dict[int, Any]:
+        """Copy the storages of host tensors; where PyTorch's ``deepcopy`` looks for them."""
+        plain: Dict[int, Tuple[Any, Tensor]] = {}
         for tensor in tensors:
-            # Tensors at the same place are copied once.
-            by_device.setdefault(tensor.device, {}).setdefault(_place(tensor), tensor.detach())
-        on_host: Dict[Any, Tensor] = {}
-        for device, chosen in by_device.items():
-            copies = list(chosen.values())
-            if device.type != 'cpu':
-                copies = self._accelerator.copies.to_host(copies)
-            elif self._keep:
-                copies = self._kept(copies)
-            on_host.update(zip(chosen, copies))
-        return [_like_original(on_host[_place(tensor)], tensor) for tensor in tensors]
-
-    def _kept(self, tensors: List[Tensor]) -> List[Tensor]:
-        """Copy host tensors; views of one storage become views of one copy."""
-        plain = {id(each): _whole_storage(each) for each in tensors if _has_plain_memory(each)}
-        # NumPy can give one address to several storages: the largest holds the others.
-        largest_last = sorted(plain.values(), key=Tensor.numel)
-        wholes = {(whole.data_ptr(), whole.dtype): whole for whole in largest_last}
-        sizes = [(whole.shape, whole.dtype) for whole in wholes.values()]
-        if [(kept.shape, kept.dtype) for kept in self._memory] != sizes:
-            self._memory = _allocate_like(list(wholes.values()))
-        memory = dict(zip(wholes, self._memory))
-        for key, whole in wholes.items():
-            memory[key].copy_(whole)
-        copies = []
-        for tensor in tensors:
-            if id(tensor) not in plain:
-                copies.append(copy.deepcopy(tensor))
-                continue
-            whole = plain[id(tensor)]
-            place = (tensor.shape, tensor.stride(), tensor.storage_offset())
-            copies.append(memory[whole.data_ptr(), whole.dtype].as_strided(*place))
-        return copies
+            if type(tensor) is Tensor and tensor.layout == torch.strided and tensor.numel():
+                storage = _storage_of(tensor)
+                if not (tensor.is_quantized or _bytes_of(storage) % tensor.element_size()):
+                    plain.setdefault(storage._cdata, (storage, tensor))
+        sizes = [(_bytes_of(storage), tensor.dtype) for storage, tensor in plain.values()]
+        if sizes != self._sizes:
+            self._sizes, self._memory = sizes, _allocate(sizes)
+        for kept, (storage, _) in zip(self._memory, plain.values()):
+            kept.copy_(storage)
+        return dict(zip(plain, self._memory))
 
 
-def _has_plain_memory(tensor: Tensor) -> bool:
-    """Whether a host tensor is a view of numbers in a storage, as most are."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout == torch.strided
-        and tensor.numel() > 0
-        and not tensor.is_quantized
-        # Not read from its memory with another sign.
-        and not (tensor.is_conj() or tensor.is_neg())
-    )
+def _storage_of(tensor: Tensor) -> Any:
+    if hasattr(tensor, 'untyped_storage'):  # PyTorch 2
+        return tensor.untyped_storage()
+    return getattr(tensor.storage(), '_storage', tensor.storage())
 
 
-def _whole_storage(tensor: Tensor) -> Tensor:
-    """All of the memory that a tensor is a view of, in one dimension."""
-    storage = tensor.untyped_storage() if hasattr(tensor, 'untyped_storage') else tensor.storage()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage)
+def _bytes_of(storage: Any) -> int:
+    return len(storage) * storage.element_size()
 
 
-def _allocate_like(tensors: Sequence[Tensor]) -> List[Tensor]:
-    """Allocate memory apart from malloc's heap, with one storage for each tensor.
+def _allocate(sizes: Sequence[Tuple[int, torch.dtype]]) -> List[Any]:
+    """Allocate storages apart from malloc's heap.
 
-    In the heap it would fill the gaps that gradients leave after each iteration; these would then
-    be at its end, and glibc returns a free end to the system and asks for it again each time.
+    In the heap they would fill the gaps that gradients leave after each iteration; these would
+    then be at its end, and glibc returns a free end to the system and asks for it again each time.
     """
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size, _ in sizes]
     pool = mmap.mmap(-1, max(1, sum(room)))
-    offsets = [0, *accumulate(room)]
-    return [
-        torch.frombuffer(pool, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-        for tensor, offset in zip(tensors, offsets)
-    ]
-
-
-def _place(tensor: Tensor) -> Any:
-    """A key that tensors with the same memory, shape and dtype have in common."""
-    if tensor.device.type != 'cpu' or not _has_plain_memory(tensor.detach()):
-        return id(tensor)  # lazy tensors have no address
-    return (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-
-def _like_original(copied: Tensor, tensor: Tensor) -> Tensor:
-    """Make a host copy a parameter, or let it require gradients, if the original does."""
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
-    if tensor.requires_grad and tensor.is_leaf:
-        return copied.detach().requires_grad_()
-    return copied
+    made = []
+    for (size, dtype), offset in zip(sizes, [0, *accumulate(room)]):
+        count = size // torch.empty(0, dtype=dtype).element_size()
+        memory = torch.frombuffer(pool, dtype=dtype, count=count, offset=offset)
+        made.append(_storage_of(memory))
+    return made
 
 
 def _find_leaves(state: object, leaves: Dict[int, Any], seen: set) -> None:

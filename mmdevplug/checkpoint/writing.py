@@ -1,8 +1,6 @@
 """Write a checkpoint to a temporary file, then rename it: a crash keeps the earlier ones."""
 
 import copyreg
-import ctypes
-import functools
 import glob
 import io
 import os
@@ -11,12 +9,11 @@ import shutil
 from collections import defaultdict, deque
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, SimpleNamespace
-from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Set
+from types import SimpleNamespace
+from typing import Any, Dict, Iterator, Optional
 
-import numpy as np
 import torch
-from mmengine.fileio import LocalBackend, get_file_backend, join_path
+from mmengine.fileio import LocalBackend, get_file_backend
 from mmengine.runner.checkpoint import save_checkpoint
 
 from mmdevplug.errors import CheckpointError, first_line
@@ -34,8 +31,6 @@ POINTER, STARTED, FINISHED = 'last_checkpoint', '.started', '.finished'
 SHARDS = 'shards'
 #: Each time this many bytes are there, the disk begins to write them.
 _STRETCH = 32 << 20
-#: SYNC_FILE_RANGE_WRITE of Linux: begin to write, and do not wait.
-_BEGIN = 2
 
 
 @contextmanager
@@ -57,18 +52,10 @@ def explaining(what: str, folder: PathLike) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def replacing(path: PathLike) -> Iterator[Path]:
-    """Write a file of a run; raise CheckpointError if :func:`atomic_files.replacing` cannot."""
-    with explaining(f'write {path}', Path(path).parent):
-        with atomic_files.replacing(path) as unfinished:
-            yield unfinished
-
-
-def write_text(text: str, path: PathLike) -> None:
-    """Write a small file; see :func:`replacing`."""
-    with replacing(path) as unfinished:
-        unfinished.write_text(text, encoding='utf-8')
+def write_text(text: str, path: Path) -> None:
+    """Write a small file; raise CheckpointError if the disk refuses it."""
+    with explaining(f'write {path}', path.parent):
+        atomic_files.write_text(text, path)
 
 
 def write_checkpoint(
@@ -82,13 +69,11 @@ def write_checkpoint(
             save_checkpoint(checkpoint, path, backend_args=backend_args)
         return
     make_folder(os.path.dirname(path))
-    with replacing(path) as unfinished, log_progress(f'writing {size} to {path}'):
-        # Straight into the file: MMEngine makes two copies of all of it in memory before.
-        with open(str(unfinished), 'wb') as file:
-            held = _HoldingErrors(file)
-            save_with_warning(checkpoint, held, path)
-        if held.error is not None:
-            raise held.error
+    with explaining(f'write {path}', os.path.dirname(path)), atomic_files.replacing(path) as part:
+        with log_progress(f'writing {size} to {path}'):
+            # Straight into the file: MMEngine makes two copies of all of it in memory before.
+            with _File(io.FileIO(str(part), 'w')) as file:
+                save_with_warning(checkpoint, file, path)
     remove_shards(path, checkpoint.get(SHARDS))
 
 
@@ -114,120 +99,86 @@ class _Pickler(pickle.Pickler):
     )
 
 
+_PICKLE = SimpleNamespace(**dict(vars(pickle), Pickler=_Pickler))
+
+
 def save_with_warning(value: Any, file: Any, path: str) -> None:
     """Call ``torch.save``, and name what ``weights_only`` would refuse when the file is read."""
-    named: List[Any] = []
-
-    class Pickler(_Pickler):
-        def reducer_override(self, value: Any) -> Any:
-            if isinstance(value, (type, FunctionType, BuiltinFunctionType, np.dtype)):
-                named.append(value)  # once each: the memo has it from then on
-            return NotImplemented
-
-    module = SimpleNamespace(**dict(vars(pickle), Pickler=Pickler))
     try:
-        torch.save(value, file, pickle_module=module)
+        torch.save(value, file, pickle_module=_PICKLE)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise CheckpointError(
-            f'{path} cannot be written: {_unpicklable(value) or "an object in it"}: {error}. Keep '
+            f'{path} cannot be written: {_place_of(value) or "an object in it"}: {error}. Keep '
             f'numbers, strings, tensors and containers of these there.'
         ) from error
-    for each in refused_names(named):
-        name = f'{each.__module__}.{each.__qualname__}'
+    file.flush()
+    if getattr(file, 'error', None) is not None:
+        raise file.error
+    for name in refused_names(getattr(file, 'name', file)):
         log_warning(
-            f'{path} cannot be resumed from: {_place_of(each, value) or "an object"} needs '
+            f'{path} cannot be resumed from: {_place_of(value, name) or "an object"} needs '
             f'{name}, which is refused when the file is read. Keep numbers, strings, tensors and '
             f'containers of these; or trust it: checkpoint_classes=[{name!r}] in the config.'
         )
 
 
-def _unpicklable(value: Any) -> str:
-    """Where a nested value holds what cannot be pickled, such as ``['message_hub']['f']``."""
+def _place_of(value: Any, name: str = '') -> str:
+    """Where a nested value holds a class, or what cannot be pickled: ``['message_hub']['f']``."""
     parts = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+    named = '\n'.join(name.rsplit('.', 1)).encode()  # as pickle writes it
+
+    class Bare(_Pickler):
+        persistent_id = staticmethod(lambda value: isinstance(value, torch.Tensor) or None)
+
     for key, part in parts.items() if isinstance(parts, dict) else ():
+        pickled = io.BytesIO()
         try:
-            _Pickler(io.BytesIO(), 2).dump(part)
+            Bare(pickled, 2).dump(part)
         except (AttributeError, TypeError, pickle.PicklingError):
-            return f'[{key!r}]{_unpicklable(part)}'
+            return f'[{key!r}]{_place_of(part, name)}'
+        if name and named in pickled.getvalue():
+            return f'[{key!r}]{_place_of(part, name)}'
     return ''
 
 
-def _place_of(kind: Any, value: Any, seen: Optional[Set[int]] = None) -> Optional[str]:
-    """Where a nested value holds a class or an object of it, such as ``['meta']['source']``."""
-    seen = set() if seen is None else seen
-    if value is kind or kind in (type(value), type(getattr(value, 'dtype', None))):
-        return ''
-    if id(value) in seen or isinstance(value, torch.Tensor):
-        return None
-    seen.add(id(value))
-    parts = value if isinstance(value, dict) else getattr(value, '__dict__', {})
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        parts = dict(enumerate(value))
-    for key, part in parts.items():
-        found = _place_of(kind, part, seen)
-        if found is not None:
-            return f'[{key!r}]{found}'
-    return None
-
-
-@functools.lru_cache(maxsize=None)
-def _sync_file_range() -> Optional[Callable[..., int]]:
-    """Linux's call of that name, None where there is none."""
-    try:
-        call = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError, TypeError):  # no Linux; TypeError on Windows
-        return None
-    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return call
-
-
-class _HoldingErrors:
+class _File(io.BufferedWriter):
     """A file that keeps its first error: PyTorch 1's writer aborts the process after one.
 
     The disk writes what is there while the rest is made, so that the flush at the end waits for
     little.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        self.error: Optional[OSError] = None
-        self._file = file
-        self._written = self._begun = 0
+    error: Optional[OSError] = None
+    _written = _begun = 0
 
-    def __str__(self) -> str:
-        return str(self._file.name)
-
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
         """Write unless an earlier call failed, and return the full length in any case."""
-        self._attempt(self._file.write, data)
+        try:
+            if self.error is None:
+                super().write(data)
+        except OSError as error:
+            self.error = error
         self._written += len(data)
-        if self._written - self._begun >= _STRETCH:
-            call = _sync_file_range()
-            if call is not None and self.error is None:
-                # What it cannot do, the flush at the end does; that reports errors, too.
-                call(self._file.fileno(), self._begun, self._written - self._begun, _BEGIN)
+        stretch = self._written - self._begun
+        if stretch >= _STRETCH and hasattr(os, 'posix_fadvise') and self.error is None:
+            # Linux begins to write what is not needed in memory, and does not wait.
+            with suppress(OSError):  # the flush at the end reports errors
+                os.posix_fadvise(self.fileno(), self._begun, stretch, os.POSIX_FADV_DONTNEED)
             self._begun = self._written
         return len(data)
 
     def flush(self) -> None:
-        """Hand what was written to the system."""
-        self._attempt(self._file.flush)
-
-    def _attempt(self, function: Callable[..., Any], *args: object) -> None:
-        if self.error is None:
-            try:
-                function(*args)
-            except OSError as error:
-                self.error = error
+        """Hand what was written to the system, unless an earlier call failed."""
+        try:
+            if self.error is None:
+                super().flush()
+        except OSError as error:
+            self.error = error
 
 
 def is_local(path: str, backend_args: Optional[Dict[str, Any]] = None) -> bool:
     """Whether a path is on a file system of this host."""
     return isinstance(get_file_backend(path, backend_args=backend_args), LocalBackend)
-
-
-def join(folder: str, name: str, backend_args: Optional[Dict[str, Any]] = None) -> str:
-    """Join a folder, local or remote, and a file's name."""
-    return str(join_path(str(folder), name, backend_args=backend_args))
 
 
 def make_folder(folder: PathLike) -> None:
@@ -245,21 +196,3 @@ def remove_unfinished(folder: PathLike) -> int:
     for path in left:
         path.unlink()
     return len(left)
-
-
-# marks of a run in its folder --------------------------------------------------------------------
-
-
-def write_pointer(work_dir: PathLike, checkpoint: str) -> None:
-    """Write the path of the newest checkpoint to ``last_checkpoint``, as MMEngine does."""
-    write_text(str(checkpoint), Path(work_dir) / POINTER)
-
-
-def mark_start(work_dir: PathLike) -> None:
-    """Note when a run began from scratch, so that a restart ignores older files."""
-    write_text('', Path(work_dir) / STARTED)
-
-
-def mark_finished(work_dir: PathLike) -> None:
-    """Note that a run has ended, its last validation included."""
-    write_text('', Path(work_dir) / FINISHED)

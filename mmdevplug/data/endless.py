@@ -17,8 +17,10 @@ from mmdevplug.accelerators.random_states import host_random_state, set_host_ran
 from mmdevplug.errors import SampleError
 from mmdevplug.utils.loops import length_of
 
-from .resumable_loader import MOST_PASSES, ResumableLoader, build_batch_sampler, build_sampler
+from .resumable_loader import ResumableLoader, build_batch_sampler, build_sampler
 
+#: A pass that gives more than this many times the length of its sampler has no end.
+MOST_PASSES = 2
 #: Their passes end, so nothing has to be tried.
 _ENDING = (DefaultSampler, DistributedSampler, RandomSampler, SequentialSampler)
 #: The number of samples that a batch sampler is tried with, which may read the data of each.
@@ -29,8 +31,7 @@ def check_endless(loop: BaseLoop, key: str, config: object, seed: Optional[int])
     """Refuse a loop over epochs, of validation or of testing, whose sampler never ends.
 
     Samplers are built a second time from their config and read to their end, because reading may
-    change them. Those that are not built from a config are stopped when they have given twice
-    their length, see :class:`.Order`.
+    change them. Those that are not built from a config are not tried.
 
     Args:
         loop: A loop that is built.
@@ -50,8 +51,6 @@ def check_endless(loop: BaseLoop, key: str, config: object, seed: Optional[int])
             f'{key}: {type(loader.dataset).__name__} has no length, and {type(loop).__name__} '
             f'passes it to the metrics. Give the dataset a method __len__.'
         )
-    if getattr(loader, 'order', None) is not None:
-        loader.order.ends = True
     state = host_random_state()
     found = _find_endless(loader, config, seed)
     set_host_random_state(state)

@@ -2,10 +2,9 @@
 
 import copy
 from collections import deque
-from functools import lru_cache
+from functools import partial
 from inspect import isgenerator
 from itertools import chain, islice
-from math import inf
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 from weakref import ref
 
@@ -15,13 +14,7 @@ from mmengine.registry import DATA_SAMPLERS
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
-from mmdevplug.errors import SampleError
 from mmdevplug.utils.loops import UNKNOWN
-
-from .seeded_workers import SeededBatch, WorkerInit, derive_seed
-
-#: A pass that gives more than this many times the length of its sampler has no end.
-MOST_PASSES = 2
 
 
 class Order:
@@ -34,9 +27,8 @@ class Order:
 
     def __init__(self, batches: Any, sampler: Any) -> None:
         self.batches, self.sampler = batches, sampler
-        self.seed: Optional[int] = None  # of this rank, for workers; None: they are not seeded
-        #: Whether a pass has to end, as that of a loop over epochs.
-        self.ends = False
+        #: Adds the seed of a batch for workers: called with the batch, its pass and its index.
+        self.add_seed: Optional[Callable[[Any, int, int], Any]] = None
         #: Whether each pass passes its number to the sampler: who reads may count from 0 again.
         self.sets_epoch = False
         #: How many passes were begun, and the number of the newest that has given a batch.
@@ -77,23 +69,14 @@ class Order:
             set_host_random_state(now)
         self.begun, self.drawn_before = number, self.drawn
         self.drawn += skip
-        most = MOST_PASSES * max(len(self), 1) if self.ends else inf
         for index, batch in enumerate(batches, skip):
             self.drawn += 1
-            if index > most:
-                raise SampleError(
-                    f'{type(self.batches).__name__} over {type(self.sampler).__name__} says that '
-                    f'it has {len(self)} batches, but has given {index} in one pass, which seems '
-                    f"to have no end. Train by iterations (train_cfg.type='IterBasedTrainLoop', "
-                    f"max_iters=...), or set sampler=dict(type='DefaultSampler')."
-                )
             if drop and index == skip:
                 batch = batch[drop:]
                 if not batch:  # an incomplete one, which was trained on
                     continue
-            if self.seed is not None and isinstance(batch, (list, tuple)):
-                batch = SeededBatch(batch)
-                batch.seed = derive_seed(self.seed, number, index)
+            if self.add_seed is not None and isinstance(batch, (list, tuple)):
+                batch = self.add_seed(batch, number, index)
             yield batch
 
 
@@ -101,24 +84,24 @@ class Reading:
     """An iterator over a loader, which counts what it yields."""
 
     def __init__(self, loader: 'ResumableLoader') -> None:
-        self._loader = loader
-        self.yielded, self.ended = 0, False
-        self._inner: Any = None
-        self._start()
+        self._loader, self.ended = loader, False
+        self.begin()
 
-    def _start(self) -> None:
-        self.yielded, self._inner = self._loader.begin_pass()
-
-    def restart(self) -> None:
-        """Begin again when the next batch is asked for, where the loader says then."""
-        self._inner = None
+    def begin(self) -> None:
+        """Begin a pass where the loader says."""
+        loader = self._loader
+        loader._passes += 1
+        if loader.order is not None:
+            loader.order.passes = loader._passes
+        self.yielded, loader._left_out = loader._left_out, 0
+        self._inner = super(ResumableLoader, loader).__iter__()
 
     def __iter__(self) -> 'Reading':
         return self
 
     def __next__(self) -> Any:
         if self._inner is None:
-            self._start()
+            self.begin()
         called, self._loader.before_next = self._loader.before_next, None
         if called is not None:
             called()
@@ -158,6 +141,7 @@ class ResumableLoader(DataLoader):
     #: way were yielded, None between two passes.
     inexact = ''
     resumed_at: Optional[int] = None
+    #: Passes that were begun, and batches of the next one that are left out.
     _passes = _left_out = 0
     _silent = False
     _newest: Callable[[], Optional[Reading]] = staticmethod(lambda: None)
@@ -179,14 +163,6 @@ class ResumableLoader(DataLoader):
     def _index_sampler(self) -> Any:
         return super()._index_sampler if self.order is None else self.order
 
-    def begin_pass(self) -> Tuple[int, Any]:
-        """Count a pass; return how many of its batches are left out, and PyTorch's iterator."""
-        self._passes += 1
-        if self.order is not None:
-            self.order.passes = self._passes
-        left_out, self._left_out = self._left_out, 0
-        return left_out, super().__iter__()
-
     def _get_iterator(self) -> Any:
         # A run that goes on has drawn the seed of this iterator already.
         generator = self.generator
@@ -204,18 +180,16 @@ class ResumableLoader(DataLoader):
 
     def _source(self) -> Any:
         """What knows its place by itself: a loader of torchdata's, or a stream; else None."""
-        parts = [super()]
+        if has_state(super()):
+            return super()
         # With worker processes the dataset that is read is a copy in each of them.
-        if isinstance(self.dataset, IterableDataset) and self.num_workers == 0:
-            parts.append(self.dataset)
-        return next((part for part in parts if has_state(part)), None)
+        alone = isinstance(self.dataset, IterableDataset) and self.num_workers == 0
+        return self.dataset if alone and has_state(self.dataset) else None
 
     def state_dict(self) -> Optional[Dict[str, Any]]:
         """Where it is; nothing before it was read from, and None if that is not known."""
         if not self._passes:
             return {}
-        if not self.has_place:
-            return None
         reading, order, source = self._newest(), self.order, self._source()
         under_way = reading is not None and not reading.ended
         state = dict(
@@ -228,7 +202,8 @@ class ResumableLoader(DataLoader):
         )
         if source is not None:
             return dict(state, source=source.state_dict())
-        assert order is not None
+        if order is None:
+            return None
         begun = under_way and order.begun == self._passes - 1
         drawn = order.drawn_before if begun else order.drawn
         return dict(
@@ -250,8 +225,8 @@ class ResumableLoader(DataLoader):
                     'its next batch: begin to read it in before_train or later'
                 )
                 return
-            reading.restart()
-            self._iterator = None
+            # It begins again when its next batch is asked for.
+            reading._inner = self._iterator = None
         self._passes = state['passes'] - under_way
         self.resumed_at = yielded
         self._silent = under_way or state['workers_run']
@@ -268,7 +243,7 @@ class ResumableLoader(DataLoader):
     def _resume_order(self, order: Order, state: Mapping[str, Any]) -> None:
         if self.seed is not None:
             self.seed = state['seed']
-            order.seed = derive_seed(self.seed, get_rank())
+            self._seed_batches()
         self._renew_sampler(order, state['sampler_seed'])
         order.sets_epoch = state['sampler_epoch'] == state['passes'] - 1 > 0
         deque(islice(iter(order.batches) if state['drawn'] else (), state['drawn']), maxlen=0)
@@ -281,6 +256,12 @@ class ResumableLoader(DataLoader):
         self.resumed_at = self._left_out = skip
         if skip or drop or start is not None:
             order.resumed = (skip, drop, state['sampler_epoch'], start)
+
+    def _seed_batches(self) -> None:
+        from .seeded_workers import derive_seed, seeded_batch
+
+        # The seed may be the same on all ranks.
+        self.order.add_seed = partial(seeded_batch, derive_seed(self.seed, get_rank()))
 
     def _batches_to_skip(self, order: Order, state: Mapping[str, Any]) -> Tuple[int, int, str]:
         """The batches that were yielded, of this job's size, samples of the next, what differs."""
@@ -319,11 +300,6 @@ class ResumableLoader(DataLoader):
             vars(self)['sampler'] = sampler
 
 
-@lru_cache(maxsize=None)
-def _resumable_kind(kind: type) -> type:
-    return type(kind.__name__, (ResumableLoader, kind), {})
-
-
 def make_resumable(loader: Any, seed: Optional[int] = None, config: Any = None) -> Any:
     """Let a data loader of PyTorch's save and restore where it is.
 
@@ -340,15 +316,16 @@ def make_resumable(loader: Any, seed: Optional[int] = None, config: Any = None) 
     if not isinstance(loader, DataLoader):
         return None
     if not isinstance(loader, ResumableLoader):
-        loader.__class__ = _resumable_kind(type(loader))
+        loader.__class__ = type(type(loader).__name__, (ResumableLoader, type(loader)), {})
         streams = isinstance(loader.dataset, IterableDataset)
         if not streams and loader._source() is None:
             batches = loader._index_sampler
             loader.order = Order(batches, sampler_of(loader))
             if loader.num_workers > 0 and seed is not None:
+                from .seeded_workers import WorkerInit
+
                 loader.seed = seed
-                # It may be the same on all ranks.
-                loader.order.seed = derive_seed(seed, get_rank())
+                loader._seed_batches()
                 loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
     if isinstance(config, Mapping):
         loader.config = config
@@ -357,14 +334,15 @@ def make_resumable(loader: Any, seed: Optional[int] = None, config: Any = None) 
 
 def has_state(thing: object) -> bool:
     """Whether something has the two methods by which a state is saved and restored."""
-    return all(callable(getattr(thing, name, None)) for name in ('state_dict', 'load_state_dict'))
+    return hasattr(thing, 'state_dict') and hasattr(thing, 'load_state_dict')
 
 
 def draws_on(sampler: Any) -> bool:
     """Whether a sampler goes on where the last pass has left it, as MMEngine's InfiniteSampler."""
     held = list(getattr(sampler, '__dict__', {}).values())
-    held += [part for each in held if isinstance(each, dict) for part in each.values()]
-    return any(isgenerator(part) for part in held)
+    for each in list(held):
+        held += each.values() if isinstance(each, dict) else ()
+    return any(map(isgenerator, held))
 
 
 def batch_size_of(loader: Any) -> Optional[int]:

@@ -8,7 +8,7 @@ import pickle
 import re
 import zlib
 from collections import deque
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, starmap, zip_longest
 from operator import itemgetter
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
@@ -70,14 +70,12 @@ def compare_data(runner: AnyRunner) -> None:
 class Stream:
     """Notice if ranks, or the workers of one, read the same samples of a set without a sampler."""
 
-    def __init__(self, loop: Any, name: str) -> None:
-        self._loader, self._name, self._first = loader_of(loop), name, 0
-        #: Whether it is one, at all.
-        self.is_one = isinstance(getattr(self._loader, 'dataset', None), IterableDataset)
+    def __init__(self, loader: Any, name: str) -> None:
+        self._loader, self._name, self._first = loader, name, 0
 
     def note(self, index: int, batch: object) -> None:
         """Look at the first two batches of this rank, which two workers have read."""
-        if self.is_one and index < 2:
+        if index < 2:
             digest = zlib.crc32(re.sub('0x[0-9a-f]+', '', repr(batch)).encode())
             if digest == self._first and self._loader.num_workers > 1:
                 self._warn('two workers', 'torch.utils.data.get_worker_info()')
@@ -85,7 +83,9 @@ class Stream:
 
     def compare(self, phase: str) -> None:
         """Wait for all ranks, which all have to call it, and compare their first batches."""
-        same = decide_together(phase, self._first, _equal_batches)
+        # 0: it had none.
+        mine = self._first or -get_rank()
+        same = decide_together(phase, mine, _equal_pair)
         if same is not None:
             self._warn(f'ranks {same[0]} and {same[1]}', 'mmengine.dist.get_rank()')
 
@@ -95,6 +95,13 @@ class Stream:
             f'{type(self._loader.dataset).__name__} gives them the same samples, which count more '
             f'than once. Let its __iter__ leave out those of others, by {names}.'
         )
+
+
+def stream_of(loop: Any, name: str) -> Optional[Stream]:
+    """Return what looks at the first batches of a loop, None if a sampler divides its data."""
+    loader = loader_of(loop)
+    is_one = isinstance(getattr(loader, 'dataset', None), IterableDataset)
+    return Stream(loader, name) if is_one else None
 
 
 def _facts(runner: AnyRunner, loop: Any, loader: Any, config: Any) -> Dict[str, Any]:
@@ -145,7 +152,7 @@ def _lengths(dataset: Any, depth: int = 3) -> Any:
 def _lists(dataset: Any, depth: int = 3) -> Iterator[Tuple[str, List[Any]]]:
     """The lists of a data set: whether of all samples, digests of order and content, the first."""
     kind, held = type(dataset).__name__, getattr(dataset, '__dict__', {})
-    for name, value in chain.from_iterable(_columns(*each) for each in held.items()):
+    for name, value in chain.from_iterable(starmap(_columns, held.items())):
         if depth and (name in ('dataset', 'datasets') or isinstance(value, Dataset)):
             for each in value if isinstance(value, (list, tuple)) else [value]:
                 for inner, facts in _lists(each, depth - 1):
@@ -223,7 +230,8 @@ def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optio
 def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
     """What is wrong with a loader, and whether that is certain."""
     lists, sizes = facts[0]['lists'], list(map(itemgetter('size'), facts))
-    shares, lengths = (list(map(itemgetter(name), facts)) for name in ('share', 'lengths'))
+    shares = list(map(itemgetter('share'), facts))
+    lengths = list(map(itemgetter('lengths'), facts))
     moved: List[Any] = []  # the first list whose order differs from that of rank 0
     changed: List[Any] = []  # or whose entries do
     for rank, each in enumerate(facts):
@@ -261,9 +269,9 @@ def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
 def _repeats(facts: List[Dict[str, Any]]) -> bool:
     """Whether metrics keep two results of a sample: of all ranks by turns, as many as samples."""
     size, drawn = facts[0]['size'], list(map(itemgetter('drawn'), facts))
-    if None in (size, *drawn) or any(len(d) != each['share'] for d, each in zip(drawn, facts)):
+    if None in (size, *drawn) or list(map(len, drawn)) != list(map(itemgetter('share'), facts)):
         return False
-    turns = [each for each in chain.from_iterable(zip_longest(*drawn)) if each is not None][:size]
+    turns = list(islice(filter(None, chain.from_iterable(zip_longest(*drawn))), size))
     # Not of videos, whose samplers give more than an index.
     return len(facts) > 1 and all(map(str.isdigit, turns)) and len(set(turns)) < len(turns)
 
@@ -289,10 +297,6 @@ def _describe_doubled(facts: List[Dict[str, Any]]) -> Optional[str]:
     if whole or overlap:
         return f'{sampler} gives each rank samples of others, too, of {size} samples in all'
     return None
-
-
-def _equal_batches(digests: List[int]) -> Optional[Tuple[int, int]]:
-    return _equal_pair([each or -rank for rank, each in enumerate(digests)])  # 0: it had none
 
 
 def _equal_pair(values: List[Any]) -> Optional[Tuple[int, int]]:

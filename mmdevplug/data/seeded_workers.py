@@ -26,6 +26,13 @@ def derive_seed(*numbers: int) -> int:
     return int.from_bytes(digest, 'little') >> 1
 
 
+def seeded_batch(seed: int, batch: Sequence[Any], number: int, index: int) -> SeededBatch:
+    """Return a batch of indices with its seed, of a pass by its number."""
+    seeded = SeededBatch(batch)
+    seeded.seed = derive_seed(seed, number, index)
+    return seeded
+
+
 class WorkerInit:
     """Initialize a worker process, so that it seeds its generators for each batch."""
 

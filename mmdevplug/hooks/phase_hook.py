@@ -5,7 +5,8 @@ from typing import Dict, Optional
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.data.same_samples import Stream, compare_data
+from mmdevplug.data.same_samples import Stream, compare_data, stream_of
+from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.gradients.unused_parameters import refuse_unreduced
 from mmdevplug.patches.results import patch_video_metrics
@@ -33,15 +34,15 @@ class PhaseHook(Hook):
 
     def before_train(self, runner: AnyRunner) -> None:
         """Note that the first iteration comes next."""
-        self._begun, self._stream = 0, Stream(runner.train_loop, 'train')
+        self._begun, self._stream = 0, stream_of(runner.train_loop, 'train')
 
     def before_val(self, runner: AnyRunner) -> None:
         """Note that the first batch comes next."""
-        self._evaluated = Stream(runner.val_loop, 'val')
+        self._evaluated = stream_of(runner.val_loop, 'val')
 
     def after_val_epoch(self, runner: AnyRunner, metrics: Optional[Dict] = None) -> None:
         """Say if ranks have read the same samples."""
-        if self._evaluated is not None and self._evaluated.is_one:
+        if self._evaluated is not None:
             self._evaluated.compare('end of validation')
 
     after_test_epoch = after_val_epoch
@@ -71,9 +72,11 @@ class PhaseHook(Hook):
             return
         refuse_unreduced(runner.model)  # before this rank waits for those that wait for it
         if self._begun < 2:
-            self._stream.note(self._begun, data_batch)
+            if self._stream is not None:
+                self._stream.note(self._begun, data_batch)
             if self._begun == 0:
-                self._stream.compare('first iteration')
+                wait = wait_for_everyone if self._stream is None else self._stream.compare
+                wait('first iteration')
             self._begun += 1
         enter_phase(f'train: after iteration {runner.iter + 1}, or loading the next data')
 

@@ -1,18 +1,19 @@
 """Save checkpoints that survive a kill or a full disk and resume exactly."""
 
-import os
 from functools import partial
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Set
 
 import numpy as np
 import torch
 from mmengine.dist import is_main_process
+from mmengine.fileio import join_path
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
-from mmdevplug.checkpoint import participants, resuming, writing
+from mmdevplug.checkpoint import participants, writing
 from mmdevplug.checkpoint.plain_state import PlainState
 from mmdevplug.checkpoint.reading import is_finished
 from mmdevplug.checkpoint.saving import CheckpointSaver
@@ -22,6 +23,7 @@ from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.loops import progress_of, validation_follows
 
 _NUMBERS = (bool, int, float, np.number, torch.Tensor)
 
@@ -62,7 +64,7 @@ class SafeCheckpointHook(CheckpointHook):
         self._exact: Optional[Dict] = None
         #: The number of ranks of the checkpoint that is resumed.
         self._ranks = 0
-        self._resumption: Optional[resuming.Resumption] = None
+        self._resumption: Any = None
         self._participants, self._random = participants.Participants(), participants.RandomStates()
         self._plain: Optional[PlainState] = None
         #: Of the validation that has just ended, while ``after_val_epoch`` of hooks is called.
@@ -81,6 +83,8 @@ class SafeCheckpointHook(CheckpointHook):
         """Find loaders; refuse options that neither this hook nor ``save_checkpoint`` takes."""
         self._participants = getattr(runner, 'participants', self._participants)
         self._participants.add_loops(runner)
+        if not self.args:
+            return
         taken = signature(runner.save_checkpoint).parameters
         if any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):
             return
@@ -102,8 +106,10 @@ class SafeCheckpointHook(CheckpointHook):
 
     def before_train(self, runner: AnyRunner) -> None:
         """Prepare the folder, if it can be written to, and restore an interrupted run."""
+        super().before_train(runner)
         ended = run_on_main('preparing the folder of checkpoints', lambda: self._prepare(runner))
-        complete = runner.iter > 0 and resuming.is_complete(runner)
+        done, last = progress_of(runner.train_loop) or (0, 1)
+        complete = runner.iter > 0 and done >= last
         finished = complete and ended
         if complete:
             begun = f'epoch {runner.epoch} and iteration {runner.iter}: nothing is left to train.'
@@ -111,7 +117,6 @@ class SafeCheckpointHook(CheckpointHook):
             said = 'This run was already finished, at' if finished else 'The checkpoint is of'
             log = runner.logger.info if finished else runner.logger.warning
             log(f'{said} {begun} Raise {limits} of train_cfg to train longer.')
-        super().before_train(runner)
         self._add_participants(runner)
         if self._ranks:
             self._resume(runner, finished)
@@ -124,6 +129,8 @@ class SafeCheckpointHook(CheckpointHook):
                 self._participants.add(name, getattr(self, f'_{name}'))
 
     def _resume(self, runner: AnyRunner, finished: bool) -> None:
+        from mmdevplug.checkpoint import resuming
+
         self._participants.begin()
         ranks, self._ranks = self._ranks, 0
         self._resumption = resuming.Resumption(runner, ranks, self._buffers, self._random)
@@ -135,15 +142,11 @@ class SafeCheckpointHook(CheckpointHook):
             self._resumption.validate_if_due()
 
     def _prepare(self, runner: AnyRunner) -> bool:
-        folder = self.out_dir or runner.work_dir
-        if writing.is_local(str(folder), self.backend_args):
-            if self.out_dir is not None and str(folder) != runner.work_dir:
-                # As MMEngine's hook is about to name it.
-                folder = os.path.join(folder, os.path.basename(runner.work_dir.rstrip(os.sep)))
-            writing.make_folder(folder)
-            left = writing.remove_unfinished(folder)
+        if writing.is_local(str(self.out_dir), self.backend_args):
+            writing.make_folder(self.out_dir)
+            left = writing.remove_unfinished(self.out_dir)
             if left:
-                runner.logger.info(f'Removed {left} unfinished checkpoint(s) from {folder}.')
+                runner.logger.info(f'Removed {left} unfinished checkpoint(s) from {self.out_dir}.')
         return is_finished(runner.work_dir)
 
     def before_train_epoch(self, runner: AnyRunner) -> None:
@@ -193,7 +196,7 @@ class SafeCheckpointHook(CheckpointHook):
         """
         step = runner.iter + 1
         meta = dict(epoch=runner.epoch, iter=step)
-        path = writing.join(self.out_dir, f'interrupted_iter_{step}.pth', self.backend_args)
+        path = self._path(f'interrupted_iter_{step}.pth')
         runner.message_hub.update_info('interrupted_ckpt', path)
         self._save(runner, path, [], meta)
         self._saver.finish()
@@ -204,17 +207,18 @@ class SafeCheckpointHook(CheckpointHook):
         if self._exact is not None and 'optimizer' in checkpoint:
             checkpoint[participants.KEY] = self._exact
 
+    def _path(self, name: str) -> str:
+        return str(join_path(self.out_dir, name, backend_args=self.backend_args))
+
     def _save_checkpoint_with_step(self, runner: AnyRunner, step: int, meta: dict) -> None:
-        path = writing.join(self.out_dir, self.filename_tmpl.format(step), self.backend_args)
+        path = self._path(self.filename_tmpl.format(step))
         hub = runner.message_hub
         outdated = []
         before = list(self.keep_ckpt_ids) if self.max_keep_ckpts > 0 else [step]
         if before[-1:] != [step]:
             kept = [*before, step][-self.max_keep_ckpts :]
             outdated = [
-                writing.join(self.out_dir, self.filename_tmpl.format(old), self.backend_args)
-                for old in before
-                if old not in kept
+                self._path(self.filename_tmpl.format(old)) for old in before if old not in kept
             ]
             self.keep_ckpt_ids.append(step)
             hub.update_info('keep_ckpt_ids', kept)
@@ -239,19 +243,17 @@ class SafeCheckpointHook(CheckpointHook):
                 return
         single, whole = len(self.key_indicators) == 1, self._saver.options.resumable_best
         for key, rule in zip(self.key_indicators, self.rules):
-            if key not in metrics:
-                self._warn_of_best(runner, f'{key!r} is not among {sorted(metrics)}')
-                continue
-            score, suffix = metrics[key], '' if single else f'_{key}'
-            if score is not None and (score != score or not isinstance(score, _NUMBERS)):
-                self._warn_of_best(runner, f'{key!r} is {score!r}, with which nothing compares')
+            score, suffix = metrics.get(key), '' if single else f'_{key}'
+            if score != score or not isinstance(score, _NUMBERS):
+                said = f'{key!r} is {score!r}, with which nothing compares, of {sorted(metrics)}'
+                self._warn_of_best(runner, said)
                 continue
             best = hub.get_info(f'best_score{suffix}', self.init_value_map[rule])
-            if score is None or not self.is_better_than[key](score, best):
+            if not self.is_better_than[key](score, best):
                 continue
             saved_any = True
             name = f'best_{key}_{self.filename_tmpl.format(step)}'.replace('/', '_')
-            path = writing.join(self.out_dir, name, self.backend_args)
+            path = self._path(name)
             outdated = [hub.get_info(f'best_ckpt{suffix}', path)]
             hub.update_info(f'best_score{suffix}', score)
             hub.update_info(f'best_ckpt{suffix}', path)
@@ -281,11 +283,12 @@ class SafeCheckpointHook(CheckpointHook):
         """Wait for the background, and publish."""
         self._saver.finish()
         super().after_train(runner)
-        ended = self._validated or not resuming.validation_follows(runner)
-        if not (is_main_process() and resuming.is_complete(runner) and ended):
+        ended = self._validated or not validation_follows(runner)
+        done, last = progress_of(runner.train_loop) or (0, 1)
+        if not (is_main_process() and done >= last and ended):
             return
         try:
-            writing.mark_finished(runner.work_dir)
+            writing.write_text('', Path(runner.work_dir) / writing.FINISHED)
         except CheckpointError as error:
             runner.logger.warning(f'{error} Resuming this run will validate once more.')
 

@@ -36,7 +36,7 @@ _BUILTINS = (
     *(bool, bytearray, bytes, complex, dict, float, frozenset, int, list, range, set, slice),
     *(str, tuple),
 )
-_NUMPY_DTYPES = '?bhilqBHILQefdFDSU'  # NumPy's codes of bool, integers, floats, complex, texts
+_NUMPY_DTYPES = '?bhilqBHILQefdFDSUmM'  # NumPy's codes of bool, numbers, texts and times
 
 
 def allowed_classes() -> List[Any]:
@@ -169,18 +169,13 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
         _forced.reset(token)
 
 
-def refused_names(named: Sequence[Any]) -> List[Any]:
-    """Return those classes and functions, and classes of NumPy's types, that are not loaded."""
-    refused = []
-    for each in named:
-        with io.BytesIO() as file:
-            torch.save(each, file)
-            file.seek(0)
-            try:
-                _load_safely(torch.load, file)
-            except pickle.UnpicklingError:
-                refused.append(type(each) if isinstance(each, np.dtype) else each)
-    return refused
+def refused_names(file: Any) -> List[str]:
+    """Return the names of classes and functions in a written file that are not loaded."""
+    if not allows_renamed_classes():
+        return []  # before 2.6 files load as in MMEngine
+    with _allowing():
+        file = file if isinstance(file, str) else io.BytesIO(file.getvalue())
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
 
 
 def last_read() -> str:
@@ -222,12 +217,19 @@ def _load_safely(
         # Before PyTorch 1.13 its default is the module `pickle`, and None an error.
         module = () if pickle_module is None else (pickle_module,)
         return load(f, map_location, *module, **options)
+    with _allowing():
+        return load(f, map_location, weights_only=True, **options)
+
+
+@contextmanager
+def _allowing() -> Iterator[None]:
+    """Add the classes in MMEngine's checkpoints to those that PyTorch allows."""
     with _process_wide:
         # Classes that were allowed before stay allowed afterwards.
         known = torch.serialization.get_safe_globals()
         added = [each for each in _allowed_with_names() if each not in known]
         with torch.serialization.safe_globals(added):
-            return load(f, map_location, weights_only=True, **options)
+            yield
 
 
 def _allowed_with_names() -> List[Any]:

@@ -9,6 +9,7 @@ from weakref import ref
 
 from mmengine.config import Config
 from mmengine.dist import is_main_process
+from mmengine.fileio import join_path
 from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
@@ -23,10 +24,9 @@ from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.fitting import adapt_to_hooks, explaining_other_run, load_model
 from mmdevplug.checkpoint.participants import Participants
 from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
-from mmdevplug.checkpoint.resume_settings import ResumeSettings
 from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
 from mmdevplug.checkpoint.state_copier import StateCopier
-from mmdevplug.checkpoint.writing import SHARDS, join, write_checkpoint
+from mmdevplug.checkpoint.writing import SHARDS, write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.data import make_resumable
@@ -113,7 +113,7 @@ class DeviceRunner(Runner):
         #: The config of the schedulers, which MMEngine replaces by what it builds.
         self.scheduler_config: Any = None
         #: Compares the settings of a checkpoint that is resumed with those of the config.
-        self.resumption: Optional[ResumeSettings] = None
+        self.resumption: Any = None
         #: What takes part when a checkpoint is saved and resumed from.
         self.participants = Participants()
         # A static method, which does not know for which runner it builds.
@@ -343,20 +343,10 @@ class DeviceRunner(Runner):
 
         If the file cannot be written, an earlier one of that name stays.
         """
-        path = join(out_dir, filename, backend_args)
+        backend_args = backend_args or file_client_args  # as MMEngine before 0.2 calls them
+        path = join_path(out_dir, filename, backend_args=backend_args)
         if not is_main_process():
             join_collecting(self, save_optimizer, path)
-            return
-        if file_client_args is not None:
-            super().save_checkpoint(
-                out_dir,
-                filename,
-                file_client_args,
-                save_optimizer,
-                save_param_scheduler,
-                meta,
-                by_epoch,
-            )
             return
         checkpoint = collect_checkpoint(
             self, save_optimizer, save_param_scheduler, meta, by_epoch, path
@@ -462,6 +452,8 @@ class DeviceRunner(Runner):
         self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
         if self.param_schedulers is not None:
             self.param_schedulers = self.build_param_scheduler(self.param_schedulers)
+        from mmdevplug.checkpoint.resume_settings import ResumeSettings
+
         self.resumption, self._resuming = ResumeSettings(self), filename
         try:
             with explaining_other_run(filename):

@@ -1,9 +1,12 @@
 """Look into loops, of which MMEngine promises ``run()`` and nothing else."""
 
 import sys
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Tuple
 
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch.utils.data import DataLoader
+
+from mmdevplug.utils.annotations import AnyRunner
 
 #: The length of the loader of a stream, for those that ask: its end does not come.
 UNKNOWN = sys.maxsize
@@ -46,3 +49,22 @@ def length_of(thing: Any) -> Optional[int]:
         return None if len(thing) == UNKNOWN else len(thing)
     except (TypeError, NotImplementedError, AttributeError):
         return None
+
+
+def progress_of(loop: Any) -> Optional[Tuple[int, int]]:
+    """How many epochs or iterations were trained, and of how many; None for an unknown loop."""
+    if isinstance(loop, EpochBasedTrainLoop):
+        return loop.epoch, loop.max_epochs
+    if isinstance(loop, IterBasedTrainLoop):
+        return loop.iter, loop.max_iters
+    return None
+
+
+def validation_follows(runner: AnyRunner) -> bool:
+    """Whether training is where a validation comes next."""
+    loop, progress = runner.train_loop, progress_of(runner.train_loop)
+    if runner.val_loop is None or progress is None:
+        return False
+    loop._decide_current_val_interval()
+    count, last = progress
+    return count >= loop.val_begin and (count % loop.val_interval == 0 or count == last)

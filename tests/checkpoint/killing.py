@@ -158,7 +158,7 @@ def die_while_saving(place, after, note):
         save(value, path, *args, **kwargs)
         if place == 'half written':
             path.flush()
-            os.truncate(str(path), os.path.getsize(str(path)) // 2)
+            os.truncate(path.name, os.path.getsize(path.name) // 2)
         if place in ('half written', 'written'):
             ends()
         return None

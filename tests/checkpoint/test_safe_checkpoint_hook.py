@@ -242,6 +242,8 @@ def test_a_newest_file_that_is_damaged_costs_one_interval(tmp_path):
     assert largest_difference(whole[0]['weights'], again[0]['weights']) == 0.0
     logs = ''.join(log.read_text() for log in tmp_path.glob('*/*.log'))
     assert f'Cannot resume: {path}' in logs
+    # Of log values that are not saved.
+    assert 'is not defined in message_hub' not in logs
 
 
 def resume_where_each_host_has_its_own(folder):
@@ -318,7 +320,7 @@ def test_states_of_another_format_are_refused(tmp_path):
     kind, message, _ = raised.value.errors[0]
     assert kind == 'CheckpointError'
     assert f'{path} was written by mmdevplug 0.1.0 with states of version 1' in message
-    assert 'expected version 3' in message
+    assert 'expected version 4' in message
     # Its weights are taken all the same.
     run_ranks(begin_from, 0, tmp_path / 'third', str(path))
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from mmengine.registry import DATA_SAMPLERS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop as Testing, ValLoop
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, Sampler
 
-from mmdevplug.data import make_resumable
 from mmdevplug.data.endless import check_endless
 from mmdevplug.errors import SampleError
 from mmdevplug.runner import DeviceRunner
@@ -127,19 +126,6 @@ def test_what_ends_gives_the_same_samples_as_if_it_had_not_been_tried(name):
     found = read(checked=True)
     assert found == read(checked=False)
     assert sorted(found[1]) == list(range(SIZE))
-
-
-def test_a_loader_that_was_built_is_stopped_after_twice_its_length():
-    data = list(range(SIZE))
-    loader = DataLoader(data, batch_size=2, sampler=Cycling(data))
-    make_resumable(loader)
-    check_endless(loop_of(EpochBasedTrainLoop, loader), 'train_dataloader', loader, 1)
-    with pytest.raises(SampleError, match='BatchSampler over Cycling says that it has 4 batches'):
-        list(loader)
-    whole = DataLoader(data, batch_size=2, sampler=Ending(data))
-    make_resumable(whole)
-    check_endless(loop_of(EpochBasedTrainLoop, whole), 'train_dataloader', whole, 1)
-    assert len(list(whole)) == 4
 
 
 @pytest.mark.parametrize('name', ['train', 'val'])

@@ -303,7 +303,7 @@ def send(name, made_by, backend):
     layers.running_mean.fill_(rank)
     check_same_model(layers)
     buffers = RankBuffers(SimpleNamespace(model=layers, hooks=[])).state_dict()
-    got['buffers'] = buffers[0][0][0].item()
+    got['buffers'] = [each.tolist() for each in buffers]
     got['hosts'] = group_by_host(gather_json(host_name()))
     got['settled'] = refused(FinitePolicy(True).stop, [f'weight of {rank}'])
 
@@ -399,7 +399,8 @@ def test_messages_travel_where_the_backend_takes_them(name, made_by, backend):
         assert got['drawn'] == (device, 2)
         assert got['groups'] == [(place, [0, 1]), ('cpu', [0, 1])]
         assert got['broadcast'] == [[1, 1, 1], [1, 1]]
-        assert got['buffers'] == rank
+        # Those of the first are saved as weights: mean, variance, batches.
+        assert got['buffers'] == ([[rank, rank], [1, 1], 0] if rank else [])
         assert got['hosts'] == [[0, 1]]
         assert got['settled'].startswith('gradients are not finite')
         assert got['all_reduce'] == ('cpu', 3)
