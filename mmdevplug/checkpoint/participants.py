@@ -55,7 +55,7 @@ class Participants:
         #: They get their states before anyone reads from them, and may be built again and again.
         self._loaders: Any = WeakValueDictionary()
         #: States whose participants are not there yet.
-        self._waiting: Dict[str, Any] = {}
+        self.waiting: Dict[str, Any] = {}
         #: Whether all others have got theirs.
         self._begun = False
         self._built = 0
@@ -89,7 +89,7 @@ class Participants:
             if each is thing:  # a loader that a loop holds gets the name that it has there
                 del kept[other]
         kept[name] = thing
-        if self._waiting:
+        if self.waiting:
             self._give()
 
     def noting(self, build: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ class Participants:
 
     def state_dict(self) -> Dict[str, Any]:
         """The states of all participants that have one; all ranks take part."""
-        states, unknown = dict(self._waiting), list(self._unknown.values())
+        states, unknown = dict(self.waiting), list(self._unknown.values())
         for name, loader in list(self._loaders.items()):
             state = loader.state_dict()
             if state is None:
@@ -146,28 +146,24 @@ class Participants:
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Give loaders their states, before anyone reads from them, now or when they are built."""
-        self._waiting, self._begun = dict(states), False
+        self.waiting, self._begun = dict(states), False
         self._give()
 
     def begin(self) -> None:
         """Give all others their states, when everything is built that training needs."""
-        begin_anew = [each for each in self._things if each not in (*self._waiting, *_OF_ONE_RANK)]
+        begin_anew = self._things.keys() - self.waiting.keys() - {*_OF_ONE_RANK}
         if begin_anew:
             log_warning(
                 f'The config has participants whose states the checkpoint lacks, so they begin '
-                f'anew: {", ".join(begin_anew)}.'
+                f'anew: {", ".join(sorted(begin_anew))}.'
             )
         self._begun = True
         self._give()
 
-    def warn_of_waiting(self) -> None:
-        """Name the states that nothing has asked for, when training has begun."""
-        warn_of_unused(self._waiting)
-
     def _give(self) -> None:
         for name, thing in [*self._loaders.items(), *self._things.items()]:
-            if name in self._waiting and (self._begun or isinstance(thing, DataLoader)):
-                thing.load_state_dict(self._waiting.pop(name))
+            if name in self.waiting and (self._begun or isinstance(thing, DataLoader)):
+                thing.load_state_dict(self.waiting.pop(name))
 
 
 def warn_of_unused(states: Mapping[str, Any]) -> None:
@@ -255,8 +251,7 @@ def named_hooks(runner: AnyRunner) -> Iterator[Tuple[str, Hook]]:
 class RandomStates:
     """The random states of this rank, which are restored when training is where it was."""
 
-    def __init__(self) -> None:
-        self._saved: Optional[Dict[str, Any]] = None
+    _saved: Optional[Dict[str, Any]] = None
 
     def state_dict(self) -> Dict[str, Any]:
         """The states as they are now."""

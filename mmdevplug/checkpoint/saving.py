@@ -3,7 +3,7 @@
 import os
 import time
 from concurrent.futures import Future, wait
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from threading import Thread
@@ -17,7 +17,6 @@ from mmengine.hooks import EMAHook
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import get_state_dict
-from mmengine.utils import get_git_hash
 
 from mmdevplug.accelerators import rank_device
 from mmdevplug.config.checkpoint import CheckpointOptions
@@ -229,17 +228,12 @@ def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, 
         seed=runner.seed,
         experiment_name=runner.experiment_name,
         time=time.strftime('%Y%m%d_%H%M%S', time.localtime()),
-        mmengine_version=_mmengine_version(),
+        mmengine_version=mmengine.__version__,
     )
     dataset = getattr(loader_of(runner.train_loop), 'dataset', None)
     if hasattr(dataset, 'metainfo'):
         meta['dataset_meta'] = dataset.metainfo
     return meta
-
-
-@lru_cache(maxsize=None)
-def _mmengine_version() -> str:
-    return mmengine.__version__ + get_git_hash()  # which starts a process
 
 
 _formatted: Dict[str, str] = {}

@@ -113,14 +113,6 @@ class Reading:
         self.yielded += 1
         return batch
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == '_inner':
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
 
 class ResumableLoader(DataLoader):
     """A data loader of PyTorch's with ``state_dict`` and ``load_state_dict``.

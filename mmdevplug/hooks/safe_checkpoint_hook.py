@@ -117,16 +117,13 @@ class SafeCheckpointHook(CheckpointHook):
             said = 'This run was already finished, at' if finished else 'The checkpoint is of'
             log = runner.logger.info if finished else runner.logger.warning
             log(f'{said} {begun} Raise {limits} of train_cfg to train longer.')
-        self._add_participants(runner)
-        if self._ranks:
-            self._resume(runner, finished)
-
-    def _add_participants(self, runner: AnyRunner) -> None:
         if self._plain is None:
             self._plain, self._buffers = PlainState(runner), participants.RankBuffers(runner)
             participants.add_hooks(self._participants, runner)
             for name in ('random', 'buffers', 'plain'):
                 self._participants.add(name, getattr(self, f'_{name}'))
+        if self._ranks:
+            self._resume(runner, finished)
 
     def _resume(self, runner: AnyRunner, finished: bool) -> None:
         from mmdevplug.checkpoint import resuming
@@ -159,7 +156,7 @@ class SafeCheckpointHook(CheckpointHook):
         if self._resumption is None:
             return
         self._resumption = None
-        self._participants.warn_of_waiting()
+        participants.warn_of_unused(self._participants.waiting)
         if hasattr(runner.model, 'warm_up') and self._plain is not None:
             warm_up = partial(runner.model.warm_up, data_batch, runner.optim_wrapper)
             self._random.note()

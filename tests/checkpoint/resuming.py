@@ -124,8 +124,9 @@ def start(work_dir, options, resume=False, stop=None):
     for loop in (runner.train_loop, runner.val_loop):
         endless = getattr(loop, 'dataloader_iterator', None)
         for iterator in (getattr(each, '_iterator', None) for each in (endless, loop.dataloader)):
-            if hasattr(iterator, '_shutdown_workers'):
-                iterator._shutdown_workers()
+            inner = getattr(iterator, '_inner', iterator)
+            if hasattr(inner, '_shutdown_workers'):
+                inner._shutdown_workers()
     return notes.seen
 
 
