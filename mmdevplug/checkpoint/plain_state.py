@@ -27,6 +27,7 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import unwrap_model
 
 from .participants import keeps_state, named_hooks, warn_of_unused
+from .state_copier import find_leaves
 
 #: Of one attribute: more would make checkpoints large, and is a cache more often than a state.
 MOST_BYTES = 16 * 2**20
@@ -50,7 +51,8 @@ _NO_STATE = (
 _OF_MODULES = {*vars(nn.Module()), '_raw_positive_infos'}
 #: Of mmdet's hooks that replace the pipeline of the training data, once: they do it again.
 _OF_HOOKS = {'_has_switched', '_restart_dataloader'}
-_MISSING = object()
+#: Marks of what is not there, or not yet filled.
+_UNSET = (None, (type(None), None), (bool, False))
 #: In place of an attribute: which parameters of a module a hook has unfrozen or frozen.
 _TRAINED = 'requires_grad of parameters'
 
@@ -91,21 +93,20 @@ class PlainState:
             differ: List[str] = []
             unfit: Set[str] = set()
             for name, mark in _marks(owner).items():
-                if first.get(name, _MISSING) != mark:
+                if first.get(name) != mark:
                     differ.append(name)
-                    if owner.late or not _fits(owner, name):
+                    if owner.late or not mark[1]:
                         unfit.add(name)
-            # What is filled at the first use belongs together: a flag or a key without its cache
-            # would be wrong.
-            unset = (_MISSING, _examine(None)[0], _examine(False)[0]) if unfit else ()
             for name in sorted(differ):
                 value = owner.attributes[name]
-                if name in unfit or first.get(name, _MISSING) in unset:
+                # What is filled at the first use belongs together: a flag or a key without its
+                # cache would be wrong.
+                if name in unfit or (unfit and first.get(name, (None,))[0] in _UNSET):
                     # Objects of one list share a name.
                     path = re.sub(r'\[.*?\]', '[...]', owner.path)
                     left[f'{path}.{name} ({type(value).__name__})'] = None
                     continue
-                on_device = any(each.device.type != 'cpu' for each in _tensors(value))
+                on_device = any(each.device.type != 'cpu' for each in _tensors(value).values())
                 found.setdefault(owner.path, {})[name] = (on_device, value)
         new = list(filterfalse(self._warned.__contains__, left))
         if new:
@@ -131,8 +132,8 @@ class PlainState:
         before = [
             (owner, name, mark, copy.deepcopy(owner.attributes[name]))
             for owner in _owners(self._runner)
-            for name, mark in _marks(owner).items()
-            if _fits(owner, name)
+            for name, (mark, fits) in _marks(owner).items()
+            if fits
         ]
         function()
         for owner, name, mark, value in before:
@@ -227,14 +228,17 @@ class _Same:
     __hash__ = object.__hash__
 
 
-def _marks(owner: Owner) -> Dict[str, Any]:
-    """What tells whether attributes have changed, of those that may be a state."""
+def _marks(owner: Owner) -> Dict[str, Tuple[Any, bool]]:
+    """What tells whether attributes have changed that may be a state, and whether they fit."""
     marks = {}
     for name, value in owner.attributes.items():
         # Objects are walked over, with attributes of their own; others are computed anew.
         walked = isinstance(value, nn.Module) or _is_plain_object(value)
         if not (walked or isinstance(value, _NO_STATE) or getattr(value, 'grad_fn', None)):
-            marks[name] = _examine(value)[0]
+            mark, size = _examine(value)
+            # A hook's switch, e.g. for what it does once: it has to do it again.
+            switch = isinstance(owner.value, Hook) and type(value) is bool
+            marks[name] = mark, size <= MOST_BYTES and not switch
     return marks
 
 
@@ -267,19 +271,9 @@ def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[Any, float]:
     return _Same(value), inf
 
 
-def _fits(owner: Owner, name: str) -> bool:
-    value = owner.attributes[name]
-    if isinstance(owner.value, Hook) and type(value) is bool:
-        return False  # a switch, e.g. for what the hook does once: it has to do it again
-    return _examine(value)[1] <= MOST_BYTES
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif type(value) in _DICTS | _SERIES:
-        for part in value.values() if type(value) in _DICTS else value:
-            yield from _tensors(part)
+def _tensors(value: Any) -> Dict[int, Tensor]:
+    leaves = find_leaves(value, {}, set())
+    return {key: leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor)}
 
 
 def _place(value: object, name: str) -> Dict[str, Any]:
@@ -307,5 +301,6 @@ def _put(owner: Owner, name: str, value: Any, on_device: bool) -> None:
         module = owner.value if isinstance(owner.value, nn.Module) else nn.Module()
         like = now if isinstance(now, Tensor) else next(module.parameters(), None)
         device = rank_device()[1] if like is None else like.device
-        value = copy.deepcopy(value, {id(each): each.to(device) for each in _tensors(value)})
+        moved = {key: each.to(device) for key, each in _tensors(value).items()}
+        value = copy.deepcopy(value, moved)
     place[name] = value

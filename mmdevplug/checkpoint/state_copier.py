@@ -30,8 +30,7 @@ class StateCopier:
 
     def __call__(self, state: object) -> Any:
         """Copy dicts, lists, tuples, sets, deques and tensors, nested, and any other objects."""
-        leaves: Dict[int, Any] = {}
-        _find_leaves(state, leaves, set())
+        leaves = find_leaves(state, {}, set())
         # `deepcopy` takes from here what it would copy otherwise.
         memo: Dict[Any, Any] = {} if self._keep else dict(leaves)
         by_device: Dict[torch.device, List[Tensor]] = {}
@@ -91,7 +90,7 @@ def _allocate(sizes: Sequence[Tuple[int, torch.dtype]]) -> List[Any]:
     return made
 
 
-def _find_leaves(state: object, leaves: Dict[int, Any], seen: set) -> None:
+def find_leaves(state: object, leaves: Dict[int, Any], seen: set) -> Dict[int, Any]:
     """Collect by ``id`` what is in dicts, lists, tuples, sets and deques and is none of these."""
     if isinstance(state, dict):
         # A ConfigDict makes new objects for who asks it by its own method.
@@ -100,8 +99,9 @@ def _find_leaves(state: object, leaves: Dict[int, Any], seen: set) -> None:
         values = tuple(state)
     else:
         leaves[id(state)] = state
-        return
+        return leaves
     if id(state) not in seen:
         seen.add(id(state))
         for value in values:
-            _find_leaves(value, leaves, seen)
+            find_leaves(value, leaves, seen)
+    return leaves
