@@ -29,7 +29,7 @@ from mmdevplug.utils.loops import loaders_of
 from mmdevplug.utils.model import unwrap_model
 from mmdevplug.version import __version__
 
-from .state_copier import StateCopier
+from .host_copy import copy_to_host
 from .writing import save_with_warning
 
 #: The key in a checkpoint, and the version of what is under it.
@@ -181,7 +181,7 @@ def warn_of_unused(states: Mapping[str, Any]) -> None:
 def gather_states(participants: Participants) -> Dict[str, Any]:
     """Collect the states of all ranks for the key :data:`KEY`; all ranks take part."""
     stream = io.BytesIO()
-    states = StateCopier(rank_device()[0])(participants.state_dict())
+    states = copy_to_host(participants.state_dict(), rank_device()[0])
     save_with_warning(states, stream, 'a state of this rank')
     mine = to_tensor(stream.getvalue())
     ranks = [mine] if get_world_size() == 1 else gather_bytes(mine, call_tag='states')

@@ -26,8 +26,8 @@ from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import unwrap_model
 
+from .host_copy import find_leaves
 from .participants import keeps_state, named_hooks, warn_of_unused
-from .state_copier import find_leaves
 
 #: Of one attribute: more would make checkpoints large, and is a cache more often than a state.
 MOST_BYTES = 16 * 2**20

@@ -30,8 +30,7 @@ from mmdevplug.utils.loops import loader_of
 from mmdevplug.utils.model import unwrap_model
 
 from . import writing
-from .participants import KEY
-from .state_copier import StateCopier
+from .host_copy import copy_to_host
 
 #: How long an aborting process waits for a checkpoint that is being written, in seconds.
 ABORT_SECONDS = 5.0
@@ -73,7 +72,6 @@ class CheckpointSaver:
 
     def __init__(self, options: CheckpointOptions, backend_args: Optional[Dict] = None) -> None:
         self.options, self.backend_args = options, backend_args
-        self._copier: Optional[StateCopier] = None
         if options.async_save:
             self._background = BackgroundWriter()
             before_abort(lambda: self._background.join(ABORT_SECONDS))
@@ -129,12 +127,8 @@ class CheckpointSaver:
 
     def _start(self, checkpoint: Dict, path: str, follow: Callable[[], None]) -> None:
         """Copy to host memory, and write the copy in the background."""
-        self._background.join()
-        if self._copier is None:
-            self._copier = StateCopier(rank_device()[0], keep=True)
-        # The states of ranks are of this call alone, and of another size each time.
-        exact = {KEY: checkpoint.pop(KEY)} if KEY in checkpoint else {}
-        copied = dict(self._copier(checkpoint), **exact)
+        self._background.join()  # its copy is freed
+        copied = copy_to_host(checkpoint, rank_device()[0], keep=True)
 
         def write() -> None:
             writing.write_checkpoint(copied, path, self.backend_args)

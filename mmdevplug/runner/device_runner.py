@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.fitting import adapt_to_hooks, explaining_other_run, load_model
+from mmdevplug.checkpoint.host_copy import copy_to_host
 from mmdevplug.checkpoint.participants import Participants
 from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
 from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
-from mmdevplug.checkpoint.state_copier import StateCopier
 from mmdevplug.checkpoint.writing import SHARDS, write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.prepare import prepare_config
@@ -351,7 +351,7 @@ class DeviceRunner(Runner):
         checkpoint = collect_checkpoint(
             self, save_optimizer, save_param_scheduler, meta, by_epoch, path
         )
-        on_host = StateCopier(self.device_context.accelerator)(checkpoint)
+        on_host = copy_to_host(checkpoint, self.device_context.accelerator)
         write_checkpoint(on_host, path, backend_args)
 
     save_checkpoint.collects_as_mmengine = True  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """A state that was saved and loaded is equal, deeply and by type, to the one before."""
 
 import collections
+from functools import partial
 from typing import Any, Callable, Dict, NamedTuple
 
 import numpy as np
@@ -12,8 +13,8 @@ from mmengine.optim import OneCycleLR
 from torch import nn
 
 from mmdevplug.accelerators import get_accelerator
+from mmdevplug.checkpoint.host_copy import copy_to_host
 from mmdevplug.checkpoint.reading import read_checkpoint
-from mmdevplug.checkpoint.state_copier import StateCopier
 from mmdevplug.checkpoint.writing import write_checkpoint
 from mmdevplug.patches import torch_load as reading
 from mmdevplug.patches.torch_load import trust_classes
@@ -171,7 +172,7 @@ def trusted(monkeypatch):
 def test_what_was_saved_is_what_is_loaded(tmp_path, trusted, keep):
     states = _states_to_save()
     path = str(tmp_path / 'a.pth')
-    write_checkpoint(StateCopier(get_accelerator('cpu'), keep)(states), path)
+    write_checkpoint(copy_to_host(states, get_accelerator('cpu'), keep), path)
     loaded = read_checkpoint(path)
     wrong = {}
     for name in states:
@@ -191,7 +192,7 @@ def test_what_was_saved_is_what_is_loaded(tmp_path, trusted, keep):
 def test_every_further_copy_is_equal_too(keep):
     """A second checkpoint of the same state, and a state that was loaded and is saved again."""
     states = {name: make() for name, make in STATES.items()}
-    copier = StateCopier(get_accelerator('cpu'), keep)
+    copier = partial(copy_to_host, accelerator=get_accelerator('cpu'), keep=keep)
     check_equal(states, copier(states))
     check_equal(states, copier(copier(states)))
     states['views'][0].add_(1)
@@ -202,7 +203,7 @@ def test_every_further_copy_is_equal_too(keep):
 def test_storages_of_several_sizes_at_one_address(sizes):
     buffer = np.arange(8.0)
     states = [torch.from_numpy(buffer[:size]) for size in sizes]
-    copied = StateCopier(get_accelerator('cpu'), keep=True)(states)
+    copied = copy_to_host(states, get_accelerator('cpu'), keep=True)
     buffer += 1
     assert [tensor.tolist() for tensor in copied] == [list(range(size)) for size in sizes]
 
@@ -210,5 +211,5 @@ def test_storages_of_several_sizes_at_one_address(sizes):
 def test_stock_pytorch_reads_it(tmp_path):
     states = _states_to_save()
     path = str(tmp_path / 'a.pth')
-    write_checkpoint(StateCopier(get_accelerator('cpu'))(states), path)
+    write_checkpoint(copy_to_host(states, get_accelerator('cpu')), path)
     check_equal(states, load_file(path))

@@ -6,7 +6,7 @@ from torch import nn
 
 from mmdevplug.accelerators.probe import probe_device
 from mmdevplug.accelerators.random_states import random_state, set_random_state
-from mmdevplug.checkpoint.state_copier import StateCopier
+from mmdevplug.checkpoint.host_copy import copy_to_host
 from mmdevplug.checkpoint.writing import write_checkpoint
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError
@@ -141,7 +141,7 @@ def save_and_load(card, folder):
     model(inputs.to(device)).pow(2).sum().backward()
     optimizer.step()
     state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
-    on_host = StateCopier(card.accelerator)(state)
+    on_host = copy_to_host(state, card.accelerator)
     path = str(folder / 'written.pth')
     write_checkpoint(on_host, path)
     loaded = torch.load(path, map_location='cpu')
