@@ -113,6 +113,9 @@ class Reading:
         self.yielded += 1
         return batch
 
+    def __len__(self) -> int:
+        return len(self._loader)
+
 
 class ResumableLoader(DataLoader):
     """A data loader of PyTorch's with ``state_dict`` and ``load_state_dict``.
