@@ -197,9 +197,8 @@ def states_of_this_rank(saved: Mapping[str, Any], filename: str) -> Dict[str, An
     if saved['version'] != VERSION:
         raise CheckpointError(
             f'checkpoint {filename} was written by mmdevplug {saved.get("release", "0.1.0")} with '
-            f'states of version {saved["version"]!r} for exact resuming; expected version '
-            f'{VERSION}, of mmdevplug {__version__}. Finish that run with the release that wrote '
-            f'it; or train on from its weights: load_from={filename!r}, without --resume.'
+            f'states of version {saved["version"]!r}; expected version {VERSION}. Resume with '
+            f'that release; or take the weights: load_from={filename!r}, without --resume.'
         )
     same = len(saved['ranks']) == get_world_size()
     states = unpack(saved['ranks'][get_rank() if same else 0], filename)

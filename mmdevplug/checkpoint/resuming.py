@@ -59,7 +59,11 @@ class Resumption:
         if at is not None:
             loader.before_next = random.restore
             if isinstance(loop, EpochBasedTrainLoop) and at:
-                _number_batches_from(loop, at)
+                # Hooks get the true index of each batch in the epoch that was interrupted.
+                run_iter, epoch = loop.run_iter, loop.epoch
+                loop.run_iter = lambda index, batch: run_iter(
+                    index + at if loop.epoch == epoch else index, batch
+                )
         if any(inexact):
             log_warning(
                 f'Resuming, but not exactly: {"; ".join(filter(None, inexact))}. Results, and '
@@ -109,16 +113,6 @@ class _Advanced(_InfiniteDataloaderIterator):
             self._steps -= 1
             return None
         return super().__next__()
-
-
-def _number_batches_from(loop: EpochBasedTrainLoop, first: int) -> None:
-    """Pass hooks the true index of each batch in the epoch that was interrupted."""
-    run_iter, epoch = loop.run_iter, loop.epoch
-
-    def run_numbered(idx: int, data_batch: object) -> None:
-        run_iter(idx + first if loop.epoch == epoch else idx, data_batch)
-
-    loop.run_iter = run_numbered  # type: ignore[method-assign]
 
 
 def repeat_validation(

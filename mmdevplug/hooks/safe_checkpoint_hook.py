@@ -1,7 +1,7 @@
 """Save checkpoints that survive a kill or a full disk and resume exactly."""
 
 from functools import partial
-from inspect import Parameter, signature
+from inspect import getfullargspec, signature
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Set
 
@@ -11,7 +11,6 @@ from mmengine.dist import is_main_process
 from mmengine.fileio import join_path
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
-from mmengine.runner import Runner
 
 from mmdevplug.checkpoint import participants, writing
 from mmdevplug.checkpoint.plain_state import PlainState
@@ -83,16 +82,12 @@ class SafeCheckpointHook(CheckpointHook):
         """Find loaders; refuse options that neither this hook nor ``save_checkpoint`` takes."""
         self._participants = getattr(runner, 'participants', self._participants)
         self._participants.add_loops(runner)
-        if not self.args:
-            return
-        taken = signature(runner.save_checkpoint).parameters
-        if any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):
-            return
-        # The others are given in any case.
-        own = taken.keys() - signature(Runner.save_checkpoint).parameters
-        known = [name for name in signature(CheckpointHook).parameters if name != 'kwargs']
-        known = [*CheckpointOptions.names(), *known, *sorted(own)]
-        refuse_unknown(self.args, known, CheckpointOptions.key, CheckpointError)
+        if self.args:
+            taken = getfullargspec(runner.save_checkpoint)
+            known = [*CheckpointOptions.names(), *signature(CheckpointHook).parameters]
+            known += taken.args + taken.kwonlyargs
+            if taken.varkw is None:
+                refuse_unknown(self.args, known, CheckpointOptions.key, CheckpointError)
 
     def after_load_checkpoint(self, runner: AnyRunner, checkpoint: dict) -> None:
         """Keep the states for exact resuming."""
