@@ -1,7 +1,7 @@
 """Save checkpoints that survive a kill or a full disk and resume exactly."""
 
 from functools import partial
-from inspect import getfullargspec, signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Set
 
@@ -82,12 +82,10 @@ class SafeCheckpointHook(CheckpointHook):
         """Find loaders; refuse options that neither this hook nor ``save_checkpoint`` takes."""
         self._participants = getattr(runner, 'participants', self._participants)
         self._participants.add_loops(runner)
-        if self.args:
-            taken = getfullargspec(runner.save_checkpoint)
-            known = [*CheckpointOptions.names(), *signature(CheckpointHook).parameters]
-            known += taken.args + taken.kwonlyargs
-            if taken.varkw is None:
-                refuse_unknown(self.args, known, CheckpointOptions.key, CheckpointError)
+        taken = signature(runner.save_checkpoint).parameters if self.args else {}
+        if not any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):
+            known = [*CheckpointOptions.names(), *signature(CheckpointHook).parameters, *taken]
+            refuse_unknown(self.args, known, CheckpointOptions.key, CheckpointError)
 
     def after_load_checkpoint(self, runner: AnyRunner, checkpoint: dict) -> None:
         """Keep the states for exact resuming."""
