@@ -228,6 +228,18 @@ def test_the_same_without_the_mismatch(planted):
     assert 'different devices' not in out
 
 
+def test_a_buffer_that_leaves_its_device_in_a_step_is_named(planted):
+    options, config = planted('.to(one.device)')
+    file = options['folder'] / 'planted_model.py'
+    text = file.read_text().replace(
+        'self.add = Sum()', "self.add = Sum()\n        self.register_buffer('mean', torch.ones(3))"
+    )
+    file.write_text(text.replace('one = self', 'self.mean = self.mean.cpu()\n        one = self'))
+    status, out, err = checked(config, **options)
+    assert status == 1, out + err
+    assert 'not on zeta:0: mean on cpu' in out
+
+
 #: A model that makes a tensor without values.
 ON_META = """
 import torch
