@@ -15,20 +15,21 @@ Pair = namedtuple('Pair', 'scores label')
 
 
 def fetch(accelerator_name):
-    from mmdevplug.accelerators import get_accelerator
-    from mmdevplug.hooks.device_hook import MetricResults
+    from mmdevplug import init_device
+    from mmdevplug.hooks.device_hook import DeviceHook
 
     install_card(accelerator_name)
-    accelerator = get_accelerator(accelerator_name)
-    device = accelerator.device(1)
+    device = init_device('none', accelerator_name).accelerator.device(1)
     shared = torch.arange(3.0, device=device)
     old = [torch.zeros(1, device=device)]
     metric = SimpleNamespace(results=old)
-    results = MetricResults([metric, SimpleNamespace(results=None)])
+    evaluator = SimpleNamespace(metrics=[metric, SimpleNamespace(results=None)])
+    runner, hook = SimpleNamespace(val_loop=SimpleNamespace(evaluator=evaluator)), DeviceHook()
+    hook.before_val_iter(runner)
     boxes = InstanceData(boxes=torch.ones(2, 4, device=device), labels=torch.tensor([1, 2]))
     nested = defaultdict(list, boxes=boxes, pair=Pair(shared, 3), again=[shared, ('a', None)])
     metric.results.append(nested)
-    results.fetch_new()
+    hook.after_val_iter(runner)
     first, new = metric.results
     return dict(
         same_list=metric.results is old,
