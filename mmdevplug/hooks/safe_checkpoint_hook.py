@@ -82,10 +82,11 @@ class SafeCheckpointHook(CheckpointHook):
         """Find loaders; refuse options that neither this hook nor ``save_checkpoint`` takes."""
         self._participants = getattr(runner, 'participants', self._participants)
         self._participants.add_loops(runner)
-        taken = signature(runner.save_checkpoint).parameters if self.args else {}
-        if not any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):
+        if self.args:
+            taken = signature(runner.save_checkpoint).parameters
             known = [*CheckpointOptions.names(), *signature(CheckpointHook).parameters, *taken]
-            refuse_unknown(self.args, known, CheckpointOptions.key, CheckpointError)
+            if not any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):
+                refuse_unknown(self.args, known, CheckpointOptions.key, CheckpointError)
 
     def after_load_checkpoint(self, runner: AnyRunner, checkpoint: dict) -> None:
         """Keep the states for exact resuming."""
