@@ -8,7 +8,7 @@ from torch import nn
 from mmdevplug.errors import ModelError
 from mmdevplug.gradients import trainable_set
 from mmdevplug.gradients.trainable_set import TrainableSet, check_optimizers
-from tests.columns import NATIVE, job_of, lazy
+from tests.columns import LAZY, NATIVE, job_of, lazy
 from tests.gradients.averaging import rank, start, wrap
 from tests.gradients.trainable import SCENARIOS, in_one_process, on_ranks
 from tests.jobs import largest_difference
@@ -140,3 +140,20 @@ def test_new_parameters_that_no_optimizer_holds_are_named(monkeypatch):
     check_optimizers(net, [after], optim_wrapper)
     assert 'No optimizer holds 1.weight, 1.bias' in warnings[0]
     assert '2 parameter(s) that are no longer part of Sequential' in warnings[1]
+
+
+def restart_with_own_buffers(accelerator):
+    context = start(accelerator)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    net[0].requires_grad_(False)
+    wrapper = wrap(net).eval()
+    net[1].running_mean.fill_(rank() + 1.0)
+    net[0].requires_grad_(True)
+    wrapper(torch.ones(2, 4, device=context.device)).sum().backward()
+    return net[1].running_mean.tolist(), net[0].weight.grad is not None
+
+
+@pytest.mark.parametrize('accelerator', ['zeta', LAZY])
+def test_each_rank_keeps_its_buffers_when_averaging_begins_anew(accelerator):
+    found = run_ranks(restart_with_own_buffers, 2, accelerator, **job_of(accelerator))
+    assert found == [([number] * 4, True) for number in (1.0, 2.0)]
