@@ -116,9 +116,7 @@ class GroupBase(_Base):
         """See :class:`torch.distributed.ProcessGroup`."""
         return NAME
 
-    def name(self) -> str:
-        """See :class:`torch.distributed.ProcessGroup`."""
-        return NAME
+    name = getBackendName
 
     def getGroupName(self) -> str:  # noqa: N802
         """The name by which PyTorch finds the group."""

@@ -19,8 +19,10 @@ KNOWN = Path(__file__).with_name('known_pytorch.txt')
 FILES = (
     *('test_c10d_gloo.py', 'test_c10d_object_collectives.py', 'test_c10d_functional_native.py'),
     *('test_c10d_spawn_gloo.py', 'test_functional_api.py', 'test_device_mesh.py', 'algorithms'),
-    *('optim', '_composable', 'checkpoint', 'pipelining', 'tensor', '_tensor'),
+    'optim',
 )
+#: For other devices these take NCCL, and their checkpoints want streams of the device.
+ON_CPU = ('_composable', 'checkpoint', 'pipelining', 'tensor', '_tensor')
 #: Two of them, which run at a time. PyTorch installs these tests, but not the file that runs them.
 INSTALLED = """
 import zlib
@@ -62,7 +64,7 @@ def main(arguments=None):
         prepare(options)
         from tests.peers.in_place import StagedInPlace
 
-        files, known = find_files(options.only), {}
+        files, known = find_files(options), {}
         if options.stock:
             results, _ = run_files(files, options, [])
         else:
@@ -112,13 +114,13 @@ def prepare(options):
     MultiProcessTestCase._spawn_processes = lambda case: case._start_processes(fork)
 
 
-def find_files(only):
+def find_files(options):
     """The files of tests, the longest first."""
     found = [Path(f'test_installed_{half}.py') for half in range(2)]
-    for name in FILES:
+    for name in (*FILES, *(ON_CPU if options.device == 'cpu' else ())):
         path = Path(name)
         found += [path] if path.is_file() else sorted(path.rglob('test_*.py'))
-    wanted = [path for path in found if only in str(path)]
+    wanted = [path for path in found if options.only in str(path)]
     return sorted(wanted, key=lambda path: (path not in found[:2], -path.stat().st_size))
 
 
