@@ -210,11 +210,14 @@ class GroupBase(_Base):
         """Begin works that wait for copies, in their order: a later one is to begin."""
         with self._deferring:
             while self._deferred:
-                work = self._deferred.popleft()
+                work = self._deferred[0]
                 try:
                     work.begin()
                 except RuntimeError as error:
                     work.refused = error
+                finally:
+                    # Not before: who finds none here goes on with the next message.
+                    self._deferred.popleft()
 
     def explain(self, error: BaseException) -> str:
         """What to say of an error, with the ranks that are gone or late as far as they show."""

@@ -201,7 +201,7 @@ def tensors_in(parts: Sequence[Any]) -> List[Tensor]:
 
 def overlap(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Whether tensors of two lists may have memory in common."""
-    places = [_memory(each) for each in others] if some else []
+    places = list(map(_memory, others)) if some else []
     for place, first, last in map(_memory, some if places else ()):
         for other, begin, end in places:
             if place == other and first < end and begin < last:
