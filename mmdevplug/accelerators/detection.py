@@ -1,7 +1,6 @@
 """Choose the accelerator: from the config, then the environment, then what is present."""
 
 import os
-import traceback
 import warnings
 from functools import partial
 from importlib.metadata import entry_points
@@ -9,10 +8,11 @@ from inspect import signature
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Union
 
 from mmdevplug.config.accelerator import suggest_option, to_dict
-from mmdevplug.errors import AcceleratorError, DevPlugError
+from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
 from .base import Accelerator, privateuse1_name
+from .vendor import explain_vendor_errors
 
 ENVIRONMENT_VARIABLE = 'MMDEVPLUG_ACCELERATOR'
 #: The group of entry points with which other packages name their accelerators.
@@ -112,18 +112,8 @@ def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
             f'{suggest_option(options, signature(kind).parameters)} Given: {sorted(options)}. '
             f'Correct the name or remove it; docs/en/options.md lists the options.'
         ) from error
-    try:
+    with explain_vendor_errors(f'building accelerator {name!r}', 'Correct that class'):
         return kind(**options)
-    except DevPlugError:
-        raise
-    except Exception as error:
-        # A vendor's class may raise anything.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise AcceleratorError(
-            f'accelerator {name!r} fails when it is built, at {place.filename}:{place.lineno} '
-            f'with {type(error).__name__}: {error}. Correct that class, or choose another '
-            f'accelerator with accelerator=dict(type=...) or {ENVIRONMENT_VARIABLE}.'
-        ) from error
 
 
 def find_registered(name: str) -> Optional[Callable]:
@@ -136,23 +126,16 @@ def find_registered(name: str) -> Optional[Callable]:
         return ACCELERATORS.module_dict[name]
     found = _entry_points().get(name)
     if found is not None:
-        try:
+        origin = f'the entry point {name} = {found.value} of the group {ENTRY_POINTS!r}'
+        with explain_vendor_errors(origin, 'Correct or uninstall the package that has it'):
             loaded = found.load()
-        except Exception as error:
-            # A vendor's package may raise anything.
-            raise AcceleratorError(
-                f'the entry point {name} = {found.value} of the group {ENTRY_POINTS!r} cannot be '
-                f'loaded: {type(error).__name__}: {error}. Correct or uninstall the package that '
-                f'has it.'
-            ) from error
         # Loading a module, or the class in it, may have registered it.
         if callable(loaded) and name not in ACCELERATORS.module_dict:
             ACCELERATORS.register_module(name=name, module=loaded)
         if name not in ACCELERATORS.module_dict:
             raise AcceleratorError(
-                f'the entry point {name} = {found.value} of the group {ENTRY_POINTS!r} registers '
-                f'no accelerator {name!r}. Expected a subclass of Accelerator, or a module that '
-                f'registers one under that name; correct the package that has it.'
+                f'{origin} registers no accelerator {name!r}. Expected a subclass of Accelerator, '
+                f'or a module that registers one under that name; correct the package that has it.'
             )
         return ACCELERATORS.module_dict[name]
     return None
@@ -177,17 +160,10 @@ def _is_usable(accelerator: Accelerator) -> bool:
     Raises:
         AcceleratorError: If the vendor's driver fails.
     """
-    try:
+    asked = f'asking accelerator {accelerator.name!r} for its devices'
+    visible = accelerator.describe_visibility()
+    with explain_vendor_errors(asked, f'Check the driver ({visible})'):
         return accelerator.is_available() and accelerator.device_count() > 0
-    except AcceleratorError:
-        raise
-    except Exception as error:
-        raise AcceleratorError(
-            f'accelerator {accelerator.name!r} fails when asked for its devices, with '
-            f'{type(error).__name__}: {error} ({accelerator.describe_visibility()}). Check the '
-            f'driver, or choose another accelerator with accelerator=dict(type=...) or '
-            f'{ENVIRONMENT_VARIABLE}.'
-        ) from error
 
 
 def _build_usable(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:

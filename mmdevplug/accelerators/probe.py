@@ -1,12 +1,13 @@
 """Try a device before a model is built on it."""
 
-from typing import List, Union
+from typing import List
 
 import torch
 
 from mmdevplug.errors import AcceleratorError
 
 from .base import Accelerator
+from .vendor import explain_vendor_errors
 
 #: Relative to the largest value; devices that multiply in bfloat16 or TF32 stay below.
 RELATIVE_TOLERANCE = 1e-2
@@ -25,7 +26,11 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> List[str]:
     """
     # Device and dtype are explicit because a user may have changed the defaults.
     host = torch.linspace(-1.0, 1.0, 64, device='cpu', dtype=torch.float32).reshape(8, 8)
-    try:
+    remedy = (
+        f'Check the driver and that no other process holds the device '
+        f'({accelerator.describe_visibility()})'
+    )
+    with explain_vendor_errors(f'the first operation of device {device}', remedy):
         accelerator.set_device(device)
         expected = host @ host.t() + 1.0
         there = host.to(device)
@@ -33,40 +38,19 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> List[str]:
         # NaN is as far apart as can be.
         differences = (found - expected).abs().nan_to_num(nan=float('inf'), posinf=float('inf'))
         apart = (differences.max() / expected.max()).item()
-    except Exception as error:
-        raise AcceleratorError(
-            f'device {device} failed its first operation with {type(error).__name__}: {error}. '
-            f'{_circumstances(accelerator)}'
-        ) from error
     if apart > RELATIVE_TOLERANCE:
         raise AcceleratorError(
             f'device {device} computes a matrix product that differs from the CPU by '
-            f'{apart:.3g}. {_circumstances(accelerator)}'
+            f'{apart:.3g}. {remedy}, or choose another accelerator with '
+            f'accelerator=dict(type=...).'
         )
-    wide = {dtype: torch.tensor(value, dtype=dtype, device='cpu') for dtype, value in WIDE.items()}
-    return [
-        str(dtype).split('.')[-1]
-        for dtype, tensor in wide.items()
-        if _sent_and_fetched(accelerator, device, tensor) != tensor.item()
-    ]
-
-
-def _sent_and_fetched(
-    accelerator: Accelerator, device: torch.device, tensor: torch.Tensor
-) -> Union[None, int, float]:
-    try:
-        return accelerator.copies.to_host([tensor.to(device)])[0].item()
-    except Exception:  # Some devices have no float64, which may show when it is fetched only.
-        return None
-
-
-def _circumstances(accelerator: Accelerator) -> str:
-    try:
-        count = str(accelerator.device_count())
-    except Exception as error:  # a driver that has just failed may fail again
-        count = f'an unknown number ({error}) of'
-    return (
-        f'This process sees {count} {accelerator.name} device(s) '
-        f'({accelerator.describe_visibility()}). Check the driver and that no other process '
-        f'holds the device, or choose another accelerator with accelerator=dict(type=...).'
-    )
+    narrowed = []
+    for dtype, value in WIDE.items():
+        try:
+            tensor = torch.tensor(value, dtype=dtype, device='cpu').to(device)
+            kept = accelerator.copies.to_host([tensor])[0].item() == value
+        except Exception:  # Some devices have no float64, which may show when it is fetched only.
+            kept = False
+        if not kept:
+            narrowed.append(str(dtype).split('.')[-1])
+    return narrowed

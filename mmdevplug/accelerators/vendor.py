@@ -1,14 +1,32 @@
 """Import the packages of vendors."""
 
 import sys
+import traceback
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Optional
+from typing import Iterator, Optional
 
-from mmdevplug.errors import AcceleratorError
+from mmdevplug.errors import AcceleratorError, DevPlugError
 from mmdevplug.utils.built_for import describe_torch_requirement
+
+
+@contextmanager
+def explain_vendor_errors(what: str, remedy: str) -> Iterator[None]:
+    """Say what of a vendor fails: a missing driver or another version may raise anything."""
+    try:
+        yield
+    except DevPlugError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise AcceleratorError(
+            f'{what} fails with {type(error).__name__}: {error} (at {place.filename}:'
+            f'{place.lineno}). {remedy}, or choose another accelerator with '
+            f'accelerator=dict(type=...) or MMDEVPLUG_ACCELERATOR.'
+        ) from error
 
 
 def import_vendor(package: str) -> Optional[ModuleType]:
@@ -21,16 +39,11 @@ def import_vendor(package: str) -> Optional[ModuleType]:
         return sys.modules[package]
     if find_spec(package.split('.')[0]) is None:
         return None
-    try:
+    with explain_vendor_errors(
+        f'the package {package!r} is installed for {sys.executable} but `import {package}`',
+        f'{describe_torch_requirement(package)}Mend the installation (driver, version of torch)',
+    ):
         return import_module(package)
-    except Exception as error:
-        # A missing driver or a library of another version may raise anything.
-        raise AcceleratorError(
-            f'the package {package!r} is installed for {sys.executable} but `import {package}` '
-            f'fails with {type(error).__name__}: {error}. {describe_torch_requirement(package)}'
-            f'Mend the installation (driver, version of torch), or choose another accelerator '
-            f'with accelerator=dict(type=...) or MMDEVPLUG_ACCELERATOR.'
-        ) from error
 
 
 @lru_cache(maxsize=None)
@@ -46,11 +59,6 @@ def register_vendor(path: str) -> None:
             f'accelerator.register={path!r}: expected a function to call after the import of the '
             f"package, e.g. 'torch_acme.devices:register'."
         )
-    try:
+    remedy = "Name a function without arguments that registers the device, see the package's docs"
+    with explain_vendor_errors(f'accelerator.register={path!r}', remedy):
         getattr(import_module(module), name)()
-    except Exception as error:
-        # As above.
-        raise AcceleratorError(
-            f'accelerator.register={path!r} fails with {type(error).__name__}: {error}. Expected '
-            f"a function without arguments that registers the device; see the package's own docs."
-        ) from error

@@ -84,8 +84,8 @@ def _run_ranks(
     store = None
     if not settings.several_hosts:
         # By itself PyTorch's store listens on every interface, and answers whoever connects.
-        store = loopback_store(settings.master_port or 0)
-        settings = replace(settings, master_port=store.port)
+        port, store = loopback_store(settings.master_port or 0)
+        settings = replace(settings, master_port=port)
     words = starting.torchrun_options(settings)
     words += [f'--log_dir={folder}', '--monitor_interval=0.1', module]
     config, *_ = config_from_args(parse_args(words))

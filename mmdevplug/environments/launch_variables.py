@@ -72,8 +72,7 @@ def find_job(environ: Optional[Mapping[str, str]] = None) -> Optional[Environmen
 
 def refuse_to_stay_alone(starts: bool, environ: Optional[Mapping[str, str]] = None) -> None:
     """Refuse a process, or one that starts others here, where its job holds more than this."""
-    for launcher in LAUNCHERS:
-        environment_of(launcher)(environ).refuse_to_stay_alone(starts)
+    environment_of('slurm')(environ).refuse_to_stay_alone(starts)
 
 
 def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:

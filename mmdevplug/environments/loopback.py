@@ -3,19 +3,12 @@
 import ipaddress
 import socket
 from datetime import timedelta
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, Tuple
 
 from mmdevplug.errors import LaunchError
 
 LOOPBACK = '127.0.0.1'
 _BACKLOG = 4096
-
-
-class HeldStore(NamedTuple):
-    """A store and the port it listens on."""
-
-    port: int
-    store: Optional[Any]  # None if this PyTorch opens its ports by itself
 
 
 def is_loopback(address: str) -> bool:
@@ -35,10 +28,11 @@ def is_loopback(address: str) -> bool:
 
 def loopback_store(
     port: int, address: str = LOOPBACK, timeout: timedelta = timedelta(minutes=30)
-) -> HeldStore:
-    """Make the store of a single-host job, which listens for as long as the result is kept.
+) -> Tuple[int, Any]:
+    """Make the store of a single-host job, which listens for as long as the store is kept.
 
-    At port 0 it chooses a free one.
+    At port 0 it chooses a free one. Returns the port and the store, None where this PyTorch opens
+    its ports by itself.
     """
     from torch import distributed as torch_dist  # late: commands read this module
 
@@ -62,7 +56,7 @@ def loopback_store(
     port = listener.getsockname()[1]
     if not takes_socket:
         listener.close()  # An older PyTorch listens by itself, on all interfaces.
-        return HeldStore(port, None)
+        return port, None
     # The store closes the socket.
     options: Any = dict(timeout=timeout, multi_tenant=True, master_listen_fd=listener.detach())
     try:
@@ -72,7 +66,7 @@ def loopback_store(
         if 'libuv' not in str(error):
             raise
         store = torch_dist.TCPStore(address, port, None, True, use_libuv=False, **options)
-    return HeldStore(port, store)
+    return port, store
 
 
 def addresses_between(name: str) -> Tuple[str, str]:

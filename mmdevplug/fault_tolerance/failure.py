@@ -62,7 +62,7 @@ def enter_phase(text: str) -> None:
 
 def current_phase() -> str:
     """What :func:`enter_phase` set last, '' where there is no watch."""
-    return '' if PROCESS.watch is None else PROCESS.watch.heartbeat.phase.text
+    return '' if PROCESS.watch is None else PROCESS.watch.heartbeat.phase[0]
 
 
 def before_abort(callback: Callable[[], Any]) -> None:

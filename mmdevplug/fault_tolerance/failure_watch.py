@@ -9,7 +9,6 @@ are if this one does not go on. There is no other way to tell that a rank is lat
 import json
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from torch import distributed as torch_dist
 from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.environments.torchrun import AGENT
-from mmdevplug.errors import DevPlugError, RankFailedError, first_line
+from mmdevplug.errors import RankFailedError, first_line
 from mmdevplug.utils.torch_compat import get_text, set_text
 
 from .abort import GONE, abort, forget_note, note_for_agent, say
@@ -33,7 +32,6 @@ from .heartbeat import (
     RUNNING,
     SILENT_SECONDS,
     STOPPED,
-    AwakeClock,
     Heartbeat,
     describe_places,
     list_numbers,
@@ -50,8 +48,6 @@ REPORT_SECONDS = 55.0
 _TICK = 0.5
 #: At most this many ranks investigate a lost connection at once; the others wait for their report.
 _MAX_INVESTIGATORS = 16
-
-_RANK = re.compile(r'\brank \d+')
 
 _KILLED = (
     f'{GONE}. It was killed (out of memory, SIGKILL) or its host is down; look at the end of its '
@@ -80,8 +76,7 @@ class FailureWatch:
         self, main_store: 'torch_dist.Store', watch_store: 'torch_dist.Store', env: LaunchEnv
     ) -> None:
         self.main_store, self.watch_store, self.env = main_store, watch_store, env
-        self._clock = AwakeClock(2 * _TICK)
-        self.heartbeat = Heartbeat(watch_store, env, self._clock)
+        self.heartbeat = Heartbeat(watch_store, env, 2 * _TICK)
         self.before_abort: List[Callable[[], Any]] = []
         self._neighbour = (env.rank + 1) % env.world_size
         self.others = [*range(env.rank), *range(env.rank + 1, env.world_size)]
@@ -118,7 +113,7 @@ class FailureWatch:
         next_beat, beats, events = 0.0, 0, 0
         try:
             while not self._stopped.is_set():
-                self._asked = self._clock.now
+                self._asked = self.heartbeat.now
                 due = time.monotonic() >= next_beat or self._wake.is_set()
                 if due or self.heartbeat.is_outdated():
                     next_beat = time.monotonic() + BEAT_SECONDS
@@ -148,14 +143,14 @@ class FailureWatch:
     def _look_at_neighbour(self) -> None:
         """Report a neighbour that is gone or stopped, or is silent on another host."""
         rank, seen = self._neighbour, self.heartbeat.read(self._neighbour)
-        if seen is None or seen.beat.state == ENDED or not PROCESS.waiting:
+        if seen is None or seen.state == ENDED or not PROCESS.waiting:
             return
         silence, why = self.heartbeat.silence(rank), ''
         if self._reported.is_set() or silence < SILENT_SECONDS:
             return
         if self.heartbeat.find_dead([rank]):
             why = _KILLED
-        elif silence > seen.beat.patience:
+        elif silence > seen.patience:
             # One that runs on this host computes: one call there may hold the interpreter.
             state = self.heartbeat.process_state(rank)
             why = {'': _UNREACHABLE, STOPPED: _IS_STOPPED}.get(state, '')
@@ -167,7 +162,7 @@ class FailureWatch:
         if not PROCESS.waiting or self._reported.is_set() or self.ending:
             return
         now = time.monotonic()
-        waited = now - max(self.heartbeat.phase.began, PROCESS.waiting_since)
+        waited = now - max(self.heartbeat.phase[1], PROCESS.waiting_since)
         if min(waited, now - self._line_at) < REPORT_SECONDS:
             return
         self._line_at = now
@@ -184,7 +179,7 @@ class FailureWatch:
                 if attempt != self.attempt:
                     return  # The main thread found the failure by itself and went on.
                 self._report = report
-                self._report_at = self._clock.now
+                self._report_at = self.heartbeat.now
                 self._reported.set()
             self.watch_store.add(f'failure/{attempt}/seen', 1)
         if self._stop is not None:
@@ -195,7 +190,7 @@ class FailureWatch:
     def _guard(self) -> None:
         calm = 0.0  # outside of what all ranks do together silence is no failure
         while not self._stopped.wait(_TICK):
-            now, asked = self._clock.tick(), self._asked
+            now, asked = self.heartbeat.tick(), self._asked
             if not PROCESS.waiting:
                 calm = now
             elif self._reported.is_set() and not self.ending:
@@ -233,19 +228,13 @@ class FailureWatch:
         note_for_agent(error)
         text = f'{self.env.describe()} failed in {stage}: {type(error).__name__}: {error}'
         try:
-            first = self.report(text, self.env.world_size, True)
-            if not first and isinstance(error, DevPlugError):
-                self._shorten(error)
+            if not self.report(text, self.env.world_size, True):
+                found = self.peer_failure(wait=2 * _TICK)
+                if found is not None and str(error)[:1000] in str(found):
+                    error.brief = found.brief  # type: ignore[attr-defined]
         except RuntimeError:
             # The error itself is about to be raised.
             print(f'{self.env.describe()} cannot reach the store.', file=sys.stderr)
-
-    def _shorten(self, error: DevPlugError) -> None:
-        """Shorten the message if another rank of this host already logged the error."""
-        found = self.peer_failure(wait=2 * _TICK)
-        message = _RANK.sub('', str(error))[:1000]
-        if found is not None and message in _RANK.sub('', str(found)):
-            error.brief = found.brief  # type: ignore[attr-defined]
 
     def report_ranks(self, ranks: List[int], of: str, alive: bool = False) -> RankFailedError:
         """Report ranks that cannot report themselves, and return what to raise on this rank."""
@@ -345,7 +334,7 @@ class FailureWatch:
             stopped = self.heartbeat.process_state(silent[0]) == STOPPED
             return self.report_ranks(silent, _IS_STOPPED if stopped else _UNREACHABLE)
         places = self.heartbeat.places([self.env.rank, *self.others])
-        state = {rank: seen.beat.state for rank, seen in self.heartbeat.seen.items()}
+        state = {rank: seen.state for rank, seen in self.heartbeat.seen.items()}
         ended = [rank for rank in self.others if state.get(rank) == ENDED]
         if ended:
             here = describe_places(places[:1])
@@ -386,7 +375,7 @@ class FailureWatch:
             for rank in self.others
             for seen in [self.heartbeat.read(rank)]
             if seen
-            and seen.beat.state == RUNNING
+            and seen.state == RUNNING
             and self.heartbeat.silence(rank) >= enough
             and self.heartbeat.process_state(rank) in ('', STOPPED)
         ]

@@ -39,13 +39,6 @@ RUNNING, LOST, FAILED, ENDED = 'running', 'lost', 'failed', 'ended'
 STOPPED, GONE_STATES = 'T', ('Z', 'X', '-')
 
 
-class Phase(NamedTuple):
-    """What a rank does, since a time in seconds of the monotonic clock."""
-
-    text: str
-    began: float
-
-
 class Beat(NamedTuple):
     """One entry of a rank's heartbeat."""
 
@@ -58,61 +51,52 @@ class Beat(NamedTuple):
     process_table: str  # what `pid` is a number of
     at: str  # where the main thread is, or was when it lost a connection
     patience: float  # how long the rank may be silent
-
-
-class Seen(NamedTuple):
-    """The newest beat of another rank, and when it arrived, in seconds of :class:`AwakeClock`."""
-
-    beat: Beat
-    since: float
-
-
-class AwakeClock:
-    """Count seconds in which this process ran: a suspended job must not look like a failure."""
-
-    def __init__(self, longest_step: float) -> None:
-        self._longest = longest_step
-        self._last = time.monotonic()
-        self.now = 0.0
-
-    def tick(self) -> float:
-        """Advance; one thread calls this more often than every ``longest_step`` seconds."""
-        now = time.monotonic()
-        self.now += min(now - self._last, self._longest)
-        self._last = now
-        return self.now
+    since: float = 0.0  # when it arrived here, in seconds of :attr:`Heartbeat.now`
 
 
 class Heartbeat:
     """Publish this rank's beats and read those of others, through a store that nothing blocks."""
 
-    def __init__(self, store: 'torch_dist.Store', env: LaunchEnv, clock: AwakeClock) -> None:
-        self._store, self._env, self._clock = store, env, clock
+    def __init__(self, store: 'torch_dist.Store', env: LaunchEnv, longest_step: float) -> None:
+        self._store, self._env, self._longest_step = store, env, longest_step
+        self._last = time.monotonic()
+        #: Seconds in which this process ran: a suspended job must not look like a failure.
+        self.now = 0.0
         self.state = RUNNING
         self.lost_at = ''  # where the main thread lost a connection, if it did
         self.patience = LOST_SECONDS
-        self.phase = Phase('set-up', time.monotonic())
-        self._published: Optional[Phase] = None
+        #: What this rank does, and since when, in seconds of the monotonic clock.
+        self.phase = ('set-up', time.monotonic())
+        self._published: Optional[Tuple[str, float]] = None
         self._count = 0
         self.host, self._process_table = socket.gethostname(), _process_table()
-        self.seen: Dict[int, Seen] = {}
+        #: The newest beats that were read, by rank.
+        self.seen: Dict[int, Beat] = {}
         self._present = {env.rank}
 
     def enter_phase(self, text: str) -> None:
         """Set what this rank does now."""
-        self.phase = Phase(text, time.monotonic())
+        self.phase = (text, time.monotonic())
+
+    def tick(self) -> float:
+        """Advance the clock; one thread calls this more often than its longest step."""
+        now = time.monotonic()
+        self.now += min(now - self._last, self._longest_step)
+        self._last = now
+        return self.now
 
     def publish(self) -> None:
         """Write this rank's beat."""
         self._count += 1
-        phase = self._published = self.phase
-        seconds = time.monotonic() - phase.began
+        self._published = self.phase
+        phase, began = self._published
+        seconds = time.monotonic() - began
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = list(traceback.walk_stack(main)) if main is not None else []
         beat = Beat(
             self._count,
             self.state,
-            phase.text,
+            phase,
             round(seconds, 1),
             self.host,
             os.getpid(),
@@ -128,7 +112,7 @@ class Heartbeat:
         """Whether this rank has entered a phase since it was last published."""
         return self._published is not self.phase
 
-    def read(self, rank: int) -> Optional[Seen]:
+    def read(self, rank: int) -> Optional[Beat]:
         """Read a rank's newest beat, None if there is none yet."""
         if rank not in self._present:
             # `get` would wait for a missing key.
@@ -137,14 +121,14 @@ class Heartbeat:
             self._present.add(rank)
         beat = Beat(*json.loads(get_text(self._store, f'beat/{rank}')))
         before = self.seen.get(rank)
-        if before is None or before.beat.count != beat.count:
-            self.seen[rank] = Seen(beat, self._clock.now)
+        if before is None or before.count != beat.count:
+            self.seen[rank] = beat._replace(since=self.now)
         return self.seen[rank]
 
     def silence(self, rank: int) -> float:
         """Seconds since the newest beat of a rank that was read."""
         found = self.seen.get(rank)
-        return 0.0 if found is None else self._clock.now - found.since
+        return 0.0 if found is None else self.now - found.since
 
     def find_dead(self, ranks: Iterable[int]) -> List[int]:
         """The ranks whose processes were on this host and have ended without a message."""
@@ -152,31 +136,28 @@ class Heartbeat:
             self.read(rank)
         ended = [rank for rank in ranks if self.process_state(rank) in GONE_STATES]
         # Their last beat: a process that ends in order says so before.
-        return [rank for rank in ended if self._read_state(rank) == RUNNING]
-
-    def _read_state(self, rank: int) -> str:
-        seen = self.read(rank)
-        return '' if seen is None else seen.beat.state
+        return [
+            rank for rank in ended for last in [self.read(rank)] if last and last.state == RUNNING
+        ]
 
     def process_state(self, rank: int) -> str:
         """The state of a rank's process, as in ``/proc``; '' if it is on another host."""
         found = self.seen.get(rank)
-        if found is None or found.beat.process_table != self._process_table:
+        if found is None or found.process_table != self._process_table:
             return ''
-        return _process_state(found.beat.pid)
+        return _process_state(found.pid)
 
     def describe(self, rank: int) -> str:
         """Name a rank, its host and what it does, as last seen."""
         name, found = f'rank {rank} of {self._env.world_size}', self.seen.get(rank)
         if found is None:
             return f'{name} (which has not started)'
-        return f'{name} on host {found.beat.host} (pid {found.beat.pid}), {self._doing(rank)}'
+        return f'{name} on host {found.host} (pid {found.pid}), {self._doing(rank)}'
 
     def _doing(self, rank: int) -> str:
-        found = self.seen.get(rank)
-        if found is None:
+        beat, silence = self.seen.get(rank), self.silence(rank)
+        if beat is None:
             return 'not started'
-        beat, silence = found.beat, self.silence(rank)
         text = f'in {beat.phase!r}'
         if beat.at and beat.state in (RUNNING, LOST):
             text += f' at {beat.at}'

@@ -86,7 +86,7 @@ def wait_for_counter(
         if watch is None:
             raise RankFailedError(f'{env.describe()} stops: ranks are {text}.')
         seen = {rank: watch.heartbeat.read(rank) for rank in range(env.world_size)}
-        missing = [rank for rank, last in seen.items() if last is None or last.beat.phase != here]
+        missing = [rank for rank, last in seen.items() if last is None or last.phase != here]
         if None in seen.values():
             text += (
                 f'. Check that all {env.world_size} ranks were started, with the same '

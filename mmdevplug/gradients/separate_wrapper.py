@@ -113,12 +113,6 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         """Return the host staging of each part; None where PyTorch's DDP averages."""
         return [part.staging for part in self.parts if part.staging is not None] or None
 
-    def restart_staging(self) -> None:
-        """Average the gradients of the parameters that the parts have now."""
-        for part in self.parts:
-            if part.staging is not None:
-                part.restart_staging()
-
     def train_step(
         self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapperDict
     ) -> Dict[str, Tensor]:

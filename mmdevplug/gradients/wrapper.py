@@ -177,11 +177,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = self.require_forward_param_sync = True
 
-    def restart_staging(self) -> None:
-        """Average the gradients of the parameters that the module has now."""
-        self._trainable = TrainableSet(self.module, True, self._trainable)
-        self._start_staging()
-
     def _start_staging(self) -> None:
         from .lazy_staging import LazyStaging
 

@@ -1,6 +1,5 @@
 """Check that everything is on this rank's device, and materialize lazy devices."""
 
-import traceback
 from typing import Any, Dict, List, Tuple
 
 import torch
@@ -31,7 +30,7 @@ class DeviceHook(Hook):
 
     def __init__(self) -> None:
         self._modes: List[Tuple[nn.Module, bool]] = []
-        self._warned_of_eval, self._validating = False, ''
+        self._results: List[Tuple[list, int]] = []
 
     def before_run(self, runner: AnyRunner) -> None:
         """Move what is on another device, with a warning.
@@ -57,28 +56,13 @@ class DeviceHook(Hook):
                 f'not on {device}, the device of rank {runner.rank}: {describe_misplaced(found)}. '
                 f'Moved there.'
             )
-            self._repair(runner.model, model, optimizers, device)
-
-    @staticmethod
-    def _repair(
-        wrapper: nn.Module, model: nn.Module, optimizers: List[Optimizer], device: torch.device
-    ) -> None:
-        before = list(model.named_parameters())
-        move_module(model, device)
-        after = dict(model.named_parameters())
-        replaced = {id(old): after[name] for name, old in before if after[name] is not old}
-        if replaced and getattr(wrapper, 'staging', None) is not None:
-            wrapper.restart_staging()
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group['params'] = [replaced.get(id(p), p) for p in group['params']]
-            for parameter in [p for p in optimizer.state if id(p) in replaced]:
-                optimizer.state[replaced[id(parameter)]] = optimizer.state.pop(parameter)
-            for parameter, state in optimizer.state.items():
-                place = _place_of_state(parameter, device)
-                for name, value in state.items():
-                    if _belongs_on_device(value) and not same_device(value.device, place):
-                        state[name] = value.to(place)
+            move_module(model, device)
+            for optimizer in optimizers:
+                for parameter, state in optimizer.state.items():
+                    place = _place_of_state(parameter, device)
+                    for name, value in state.items():
+                        if _belongs_on_device(value):
+                            state[name] = value.to(place)
 
     def before_train(self, runner: AnyRunner) -> None:
         """Let optimizer wrappers log gradient norms only at the end of an iteration."""
@@ -99,51 +83,21 @@ class DeviceHook(Hook):
         self._modes = []
 
     def before_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
-        """Return to training mode if a validation inside the epoch has left the model in eval."""
-        if self._modes and not unwrap_model(runner.model).training:
-            # Not `train()`: parts may be kept in eval mode on purpose.
-            for module, training in self._modes:
-                module.training = training
-            if not self._warned_of_eval:
-                self._warned_of_eval = True
-                runner.logger.warning(
-                    f'The model was in eval mode before iteration {runner.iter + 1}, in the '
-                    f'middle of an epoch: {self._validating or "something"} has left it so. '
-                    f'Training goes on in training mode. Call runner.model.train() after a '
-                    f'validation inside an epoch.'
-                )
-        elif not self._modes:
-            self._note_modes(runner)
-        elif not self._warned_of_eval:
-            left = [each for each, training in self._modes if training and not each.training]
-            if left:
-                self._warned_of_eval = True
-                names = [name for name, each in runner.model.named_modules() if each in left]
-                runner.logger.warning(
-                    f'A hook has put {", ".join(names[:8])} ({len(names)} modules) in eval mode '
-                    f'before iteration {runner.iter + 1}, in the middle of an epoch. Call their '
-                    f'train() after a validation.'
-                )
+        """Return to the modes from before a validation inside the epoch."""
+        # Not `train()`: parts may be kept in eval mode on purpose.
+        for module, training in self._modes:
+            module.training = training
+        self._modes = []
 
     def before_val(self, runner: AnyRunner) -> None:
-        """Note the modes of the model's parts, and which hook validates inside an epoch."""
-        self._note_modes(runner)
-        self._validating = ''
-        for frame, _ in traceback.walk_stack(None):
-            caller = frame.f_locals.get('self')
-            if isinstance(caller, Hook) and caller is not self:
-                self._validating = type(caller).__name__
-                break
-
-    before_test = before_val
-
-    def _note_modes(self, runner: AnyRunner) -> None:
+        """Note the modes of the model's parts, which a validation inside an epoch changes."""
         if unwrap_model(runner.model).training:
             self._modes = [(each, each.training) for each in runner.model.modules()]
 
+    before_test = before_val
+
     def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Materialize, also after an iteration that only accumulated gradients."""
-        self._note_modes(runner)  # before other hooks can change them
         # Our wrappers do so at the end of their `train_step`, which a user's loop need not call.
         if getattr(runner.model, 'step_materialized', False):
             runner.model.step_materialized = False
@@ -153,20 +107,28 @@ class DeviceHook(Hook):
 
     def before_val_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Note how many results the metrics have."""
-        self._note_results(runner.val_loop)
-
-    def _note_results(self, loop: Any) -> None:
-        on_host = rank_device()[1].type == 'cpu'
-        self._results = None if on_host else MetricResults(metrics_of(loop))
-
-    def after_val_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
-        """Copy the metrics' results of this batch to the host."""
-        if self._results is not None:
-            self._results.fetch_new()
+        if rank_device()[1].type != 'cpu':
+            self._note_results(runner.val_loop)
 
     def before_test_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Note how many results the metrics have."""
-        self._note_results(runner.test_loop)
+        if rank_device()[1].type != 'cpu':
+            self._note_results(runner.test_loop)
+
+    def _note_results(self, loop: Any) -> None:
+        found = [getattr(metric, 'results', None) for metric in metrics_of(loop)]
+        self._results = [(each, len(each)) for each in found if isinstance(each, list)]
+
+    def after_val_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
+        """Copy what metrics keep of this batch to the host, in one call.
+
+        MMEngine collects results from all ranks with pickle, which restores a tensor on the device
+        that it was on: a device of another rank, which the receiver may not have.
+        """
+        if self._results:
+            new = to_device([results[length:] for results, length in self._results], 'cpu')
+            for (results, length), fetched in zip(self._results, new):
+                results[length:] = fetched
 
     after_test_iter = after_val_iter
 
@@ -198,25 +160,3 @@ def _misplaced_state(optimizers: List[Optimizer], device: torch.device) -> Dict[
                 else:
                     found[f'{kind} parameter {index} of group {number}'] = parameter.device
     return found
-
-
-class MetricResults:
-    """Copy what metrics keep of each batch to the host, in one call.
-
-    MMEngine collects results from all ranks with pickle, which restores a tensor on the device
-    that it was on: a device of another rank, which the receiver may not have.
-    """
-
-    def __init__(self, metrics: List[Any]) -> None:
-        self._lists = [
-            metric.results
-            for metric in metrics
-            if isinstance(getattr(metric, 'results', None), list)
-        ]
-        self._lengths = [len(results) for results in self._lists]
-
-    def fetch_new(self) -> None:
-        """Replace the tensors in the results that were added since this object was made."""
-        new = [results[length:] for results, length in zip(self._lists, self._lengths)]
-        for results, length, fetched in zip(self._lists, self._lengths, to_device(new, 'cpu')):
-            results[length:] = fetched

@@ -413,9 +413,8 @@ for local_rank in range(4):
     assert torch.zeta.current_device() == local_rank
 with pytest.raises(AcceleratorError) as caught:
     probe_device(accelerator, torch.device('zeta:9'))
-assert str(caught.value).startswith('device zeta:9 failed its first operation')
+assert str(caught.value).startswith('the first operation of device zeta:9 fails with')
 assert 'no device 9, there are 4' in str(caught.value)
-assert 'This process sees 4 zeta device(s)' in str(caught.value)
 """)
 
 

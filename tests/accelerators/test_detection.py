@@ -404,12 +404,12 @@ def test_error_inside_an_accelerator_is_not_taken_for_a_wrong_option(monkeypatch
     monkeypatch.setitem(ACCELERATORS.module_dict, 'broken', Broken)
     monkeypatch.setitem(ACCELERATORS.module_dict, 'driverless', build_broken)
     message = refusal(dict(type='broken', colour='blue'))
-    assert message.startswith("accelerator 'broken' fails when it is built, at ")
+    assert message.startswith("building accelerator 'broken' fails with ")
     assert 'test_detection.py:' in message
     assert 'TypeError: len() takes exactly one argument' in message
     assert 'option' not in message
     assert 'has an option it does not take' in refusal(dict(type='broken', color='blue'))
-    with pytest.warns(UserWarning, match="'driverless' fails when it is built.*OSError: no dri"):
+    with pytest.warns(UserWarning, match="'driverless' fails with OSError: no driver"):
         assert 'cpu' in available_accelerators()
 
 

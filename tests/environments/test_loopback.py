@@ -36,7 +36,7 @@ def test_a_rank_that_comes_early_is_not_cut_off(monkeypatch):
     monkeypatch.setattr(loopback.socket, 'socket', AskedBeforeItCloses)
     monkeypatch.setattr(AskedBeforeItCloses, 'answers', [])
     port = free_port()
-    assert loopback.loopback_store(port) == loopback.HeldStore(port, None)
+    assert loopback.loopback_store(port) == (port, None)
     assert AskedBeforeItCloses.answers
     assert 0 not in AskedBeforeItCloses.answers
 

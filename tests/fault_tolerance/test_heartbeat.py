@@ -46,11 +46,11 @@ def look_at_each_other():
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         seen = watch.heartbeat.read(1 - rank)
-        if seen is not None and seen.beat.phase.startswith('phase of'):
+        if seen is not None and seen.phase.startswith('phase of'):
             break
         time.sleep(0.1)
-    first = seen.beat
-    while watch.heartbeat.read(1 - rank).beat.count == first.count:
+    first = seen
+    while watch.heartbeat.read(1 - rank).count == first.count:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     wait_for_everyone('the end')
@@ -236,9 +236,9 @@ def test_a_collective_that_times_out_names_who_hangs():
 
 
 def test_the_clock_stands_while_the_process_does():
-    from mmdevplug.fault_tolerance.heartbeat import AwakeClock
+    from mmdevplug.fault_tolerance.heartbeat import Heartbeat
 
-    clock = AwakeClock(longest_step=0.1)
+    clock = Heartbeat(None, SimpleNamespace(rank=0), longest_step=0.1)
     time.sleep(0.5)
     assert clock.tick() == pytest.approx(0.1)
 
@@ -251,15 +251,14 @@ def test_beats_are_json():
 
 
 def test_a_rank_is_described_with_its_silence():
-    from mmdevplug.fault_tolerance.heartbeat import SILENT_SECONDS, Beat, Heartbeat, Seen
+    from mmdevplug.fault_tolerance.heartbeat import SILENT_SECONDS, Beat, Heartbeat
 
-    clock = SimpleNamespace(now=0.0)
-    heartbeat = Heartbeat(None, SimpleNamespace(rank=0, world_size=2), clock)
+    heartbeat = Heartbeat(None, SimpleNamespace(rank=0, world_size=2), 0.1)
     beat = Beat(1, 'running', 'epoch 3', 0.5, 'elsewhere', 7, 'of another host', '', 60.0)
-    heartbeat.seen[1] = Seen(beat, 0.0)
+    heartbeat.seen[1] = beat
     heard = "rank 1 of 2 on host elsewhere (pid 7), in 'epoch 3'"
     assert heartbeat.describe(1) == heard
-    clock.now = SILENT_SECONDS
+    heartbeat.now = SILENT_SECONDS
     assert heartbeat.describe(1) == f'{heard}, last seen {SILENT_SECONDS:.0f} s ago'
 
 

@@ -34,7 +34,7 @@ def note(step):
     """Report to the test how far this rank is, and whether it has seen the other one train."""
     seen = current_watch().heartbeat.seen.values()
     with open(os.environ['NOTE'], 'w') as file:
-        file.write(json.dumps([step, any('iteration' in one.beat.phase for one in list(seen))]))
+        file.write(json.dumps([step, any('iteration' in one.phase for one in list(seen))]))
 
 
 def be_quick():
