@@ -133,6 +133,9 @@ def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, to
 
 def rank_device() -> Tuple[Accelerator, torch.device]:
     """The accelerator and the device of this rank; under a stock runner they are chosen first."""
+    context = PROCESS.context
+    if context is not None and context.final:
+        return context.accelerator, context.device
     return enter_rank_device()
 
 

@@ -161,8 +161,7 @@ def _is_usable(accelerator: Accelerator) -> bool:
         AcceleratorError: If the vendor's driver fails.
     """
     asked = f'asking accelerator {accelerator.name!r} for its devices'
-    visible = accelerator.describe_visibility()
-    with explain_vendor_errors(asked, f'Check the driver ({visible})'):
+    with explain_vendor_errors(asked, 'Check the driver', accelerator):
         return accelerator.is_available() and accelerator.device_count() > 0
 
 

@@ -26,11 +26,8 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> List[str]:
     """
     # Device and dtype are explicit because a user may have changed the defaults.
     host = torch.linspace(-1.0, 1.0, 64, device='cpu', dtype=torch.float32).reshape(8, 8)
-    remedy = (
-        f'Check the driver and that no other process holds the device '
-        f'({accelerator.describe_visibility()})'
-    )
-    with explain_vendor_errors(f'the first operation of device {device}', remedy):
+    remedy = 'Check the driver and that no other process holds the device'
+    with explain_vendor_errors(f'the first operation of device {device}', remedy, accelerator):
         accelerator.set_device(device)
         expected = host @ host.t() + 1.0
         there = host.to(device)

@@ -7,24 +7,28 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Iterator, Optional
+from typing import Any, Iterator, Optional
 
 from mmdevplug.errors import AcceleratorError, DevPlugError
 from mmdevplug.utils.built_for import describe_torch_requirement
 
 
 @contextmanager
-def explain_vendor_errors(what: str, remedy: str) -> Iterator[None]:
-    """Say what of a vendor fails: a missing driver or another version may raise anything."""
+def explain_vendor_errors(what: str, remedy: str, of: Any = None) -> Iterator[None]:
+    """Say what of a vendor fails: a missing driver or another version may raise anything.
+
+    With ``of``, an accelerator, the message says what limits its devices.
+    """
     try:
         yield
     except DevPlugError:
         raise
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
+        visible = '' if of is None else f' ({of.describe_visibility()})'
         raise AcceleratorError(
             f'{what} fails with {type(error).__name__}: {error} (at {place.filename}:'
-            f'{place.lineno}). {remedy}, or choose another accelerator with '
+            f'{place.lineno}). {remedy}{visible}, or choose another accelerator with '
             f'accelerator=dict(type=...) or MMDEVPLUG_ACCELERATOR.'
         ) from error
 

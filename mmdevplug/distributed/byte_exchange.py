@@ -57,8 +57,7 @@ def gather_bytes(
     room = learned.get('first_bytes', _FIRST_BYTES) - _HEAD.size
     first = to_tensor(head + to_bytes(data[:room]).ljust(room, b'\0'))
     blocks = all_gather(first.to(place), group)
-    heads = [_read_head(to_bytes(block[: _HEAD.size])) for block in blocks]
-    tags, sizes, limits = zip(*heads)
+    tags, sizes, limits = zip(*map(_read_head, blocks))
     longest = _HEAD.size + max(sizes)
     wanted = -(-(longest + longest // 16) // _FIRST_BYTES) * _FIRST_BYTES
     learned['first_bytes'] = wanted if wanted <= _MOST_FIRST_BYTES else _FIRST_BYTES
@@ -94,9 +93,9 @@ def gather_json(value: object, group: AnyGroup = None) -> List[Any]:
     return [json.loads(to_bytes(part)) for part in parts]
 
 
-def _read_head(text: bytes) -> Tuple[str, int, int]:
+def _read_head(block: Tensor) -> Tuple[str, int, int]:
     """Read what is exchanged, the bytes of a rank's buffer and the most that it accepts of all."""
-    magic, call_tag, *numbers = _HEAD.unpack(text)
+    magic, call_tag, *numbers = _HEAD.unpack(to_bytes(block[: _HEAD.size]))
     if magic != _MAGIC:
         raise SampleError(
             'a rank sent something else than samples: some ranks have called another collective. '
@@ -131,11 +130,11 @@ def _free_memory(group: AnyGroup) -> int:
     """The bytes of host memory that each rank may fill, the smallest over all ranks."""
     sharers = int(os.environ.get('LOCAL_WORLD_SIZE', 0)) or torch_dist.get_world_size(group)
     free = torch.tensor([psutil.virtual_memory().available // sharers])
-    return min(int(each) for each in all_gather(free.to(group_device(group)), group))
+    return int(min(all_gather(free.to(group_device(group)), group)))
 
 
-def _pieces(data: Tensor) -> List[Tensor]:
-    return [piece for piece in data.split(_MESSAGE_BYTES) if piece.numel()]
+def _pieces(data: Tensor) -> Sequence[Tensor]:
+    return data.split(_MESSAGE_BYTES) if data.numel() else ()
 
 
 def exchange_bytes(
@@ -187,6 +186,6 @@ def group_by_bytes(tensors: Iterable[Tensor], most: int) -> Iterator[List[Tensor
 
 def all_gather(tensor: Tensor, group: AnyGroup = None) -> List[Tensor]:
     """Tensors of the same shape from all ranks, in the order of ranks."""
-    gathered = [torch.empty_like(tensor) for _ in range(torch_dist.get_world_size(group))]
+    gathered = list(tensor.new_empty(torch_dist.get_world_size(group), *tensor.shape).unbind())
     torch_dist.all_gather(gathered, tensor, group=group)
     return gathered

@@ -202,17 +202,8 @@ def _start_group(
     _use_loopback(env, backend)
     # torchrun's store outlives a process group; a second one would read the first's addresses.
     fresh = torch_dist.PrefixStore(next_meeting(store, env, 'group'), store)
-
-    def start() -> None:
-        torch_dist.init_process_group(
-            backend,
-            store=fresh,
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timeout,
-            **options,
-        )
-
+    place = dict(store=fresh, rank=env.rank, world_size=env.world_size, timeout=timeout)
+    start = partial(torch_dist.init_process_group, backend, **place, **options)
     # PyTorch lets one rank leave while others still connect: an error of rank 0 just after
     # would take the store from them.
     run_on_every_rank(store, env, 'process group', start, timeout)

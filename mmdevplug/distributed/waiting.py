@@ -36,14 +36,14 @@ def wait_for_everyone(phase: str, timeout: Timeout = None) -> None:
     Examples:
         >>> wait_for_everyone('data preparation')
     """
-    job = _job()
+    job = _job(timeout)
     if job is None:
         return
-    store, env = job
+    store, env, limit = job
     # The same keys every time: some callers come here in every iteration, and the store lives in
     # the memory of one process.
     prefix = f'mmdevplug/waiting/{phase}'
-    leave_together(store, env, prefix, meet(store, env, prefix, phase, _limit(timeout)))
+    leave_together(store, env, prefix, meet(store, env, prefix, phase, limit))
 
 
 def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None) -> Any:
@@ -65,10 +65,10 @@ def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None
         >>> run_on_main('finding the newest checkpoint', lambda: 'epoch_3.pth')
         'epoch_3.pth'
     """
-    job = _job()
+    job = _job(timeout)
     if job is None:
         return function()
-    store, env = job
+    store, env, limit = job
     key = next_meeting(store, env, f'result/{phase}')
 
     def run() -> Any:
@@ -78,7 +78,7 @@ def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None
         set_text(store, key, json.dumps(result))
         return result
 
-    result = run_on_every_rank(store, env, phase, run, _limit(timeout))
+    result = run_on_every_rank(store, env, phase, run, limit)
     return result if env.rank == 0 else json.loads(get_text(store, key))
 
 
@@ -104,35 +104,34 @@ def decide_together(
         >>> decide_together('counting', 3, sum)
         3
     """
-    job = _job()
+    job = _job(timeout)
     if job is None:
         return decide([value])
-    store, env = job
+    store, env, _ = job
     prefix = next_meeting(store, env, f'values/{phase}')
     set_text(store, f'{prefix}/{env.rank}', json.dumps(value))
     wait_for_everyone(phase, timeout)
-    ranks = range(env.world_size)
-    return run_on_main(
-        phase,
-        lambda: decide([json.loads(get_text(store, f'{prefix}/{rank}')) for rank in ranks]),
-        timeout,
-    )
+
+    def run() -> Any:
+        values = []
+        for rank in range(env.world_size):
+            values.append(json.loads(get_text(store, f'{prefix}/{rank}')))
+        return decide(values)
+
+    return run_on_main(phase, run, timeout)
 
 
-def _job() -> Optional[Tuple[Any, LaunchEnv]]:
-    """The store and how this process was started, None in a single process."""
+def _job(timeout: Timeout) -> Optional[Tuple[Any, LaunchEnv, timedelta]]:
+    """The store, how this process was started, and how long to wait; None in a single process."""
+    context = device_context()
+    limit = to_timeout(timeout, context.timeout if context else DEFAULT_TIMEOUT, 'timeout')
     found = current_job()
     if found is not None:
-        return found
+        return (*found, limit)
     if not (torch_dist.is_available() and torch_dist.is_initialized()):
         return None
     if torch_dist.get_world_size() == 1:
         return None
     # Under a stock runner, whose process group was not made here.
     store = torch_dist.distributed_c10d._get_default_store()
-    return torch_dist.PrefixStore('mmdevplug', store), group_env()
-
-
-def _limit(timeout: Timeout) -> timedelta:
-    context = device_context()
-    return to_timeout(timeout, context.timeout if context else DEFAULT_TIMEOUT, 'timeout')
+    return torch_dist.PrefixStore('mmdevplug', store), group_env(), limit

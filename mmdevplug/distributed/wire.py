@@ -15,10 +15,8 @@ import json
 import pickle
 import struct
 import sys
-from contextlib import contextmanager
-from itertools import accumulate
 from math import prod
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -102,60 +100,58 @@ def loads(message: Tensor, device: torch.device = CPU, trusted: bool = False) ->
     Raises:
         SampleError: If the message is not valid, or names what may not be made.
     """
-    with refused(), _without_collection():
-        version, length, pickled = _HEAD.unpack(to_bytes(message[: _HEAD.size]))
-        if version != VERSION:
-            raise ValueError(f'version {version}')
-        begin = _HEAD.size + length
-        table = json.loads(to_bytes(message[_HEAD.size : begin]))
-        places = _places(begin + pickled, table)
-        if places[-1] != message.numel():
-            raise ValueError(f'{message.numel()} bytes')
-        file = io.BytesIO(to_bytes(message[begin : begin + pickled]))
-        blocks = [
-            _read_block(message[place : place + _block_bytes(*entry)], *entry)
-            for entry, place in zip(table, places)
-        ]
-        views = [row for block in blocks if isinstance(block, Tensor) for row in block.unbind()]
-        moved = zip(views, move_tensors(views, device))
-        own = iter([tensor.clone() if tensor is view else tensor for view, tensor in moved])
-        rows = [
-            [next(own) for _ in block] if isinstance(block, Tensor) else block for block in blocks
-        ]
-        value = _Unpickler(file, rows, trusted).load()
-        return value if trusted else _built(value)
-
-
-@contextmanager
-def refused() -> Iterator[None]:
-    """Turn whatever a message that is not valid makes Python raise into a SampleError."""
+    # Objects are made without Python's garbage collector, which would look at all there are.
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        yield
+        return _read(message, device, trusted)
     except SampleError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a message that is not valid makes Python raise
         raise SampleError(
             f'a rank sent samples whose parts do not fit together ({type(error).__name__}: '
             f'{first_line(error)}). Install the same release of mmdevplug on all ranks.'
         ) from error
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Make objects without Python's garbage collector, which would look at all there are."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
         if collects:
             gc.enable()
 
 
+def _read(message: Tensor, device: torch.device, trusted: bool) -> Any:
+    version, length, pickled = _HEAD.unpack(to_bytes(message[: _HEAD.size]))
+    if version != VERSION:
+        raise ValueError(f'version {version}')
+    begin = _HEAD.size + length
+    table = json.loads(to_bytes(message[_HEAD.size : begin]))
+    places = _places(begin + pickled, table)
+    if places[-1] != message.numel():
+        raise ValueError(f'{message.numel()} bytes')
+    file = io.BytesIO(to_bytes(message[begin : begin + pickled]))
+    blocks: List[Any] = []
+    views: List[Tensor] = []
+    for entry, place in zip(table, places):
+        block = _read_block(message[place : place + _block_bytes(*entry)], *entry)
+        if isinstance(block, Tensor):
+            block = block.unbind()
+            views += block
+        blocks.append(block)
+    moved = iter(move_tensors(views, device))
+    for number, block in enumerate(blocks):
+        if isinstance(block, tuple):
+            blocks[number] = own = []
+            for view, tensor in zip(block, moved):
+                own.append(tensor.clone() if tensor is view else tensor)
+    value = _Unpickler(file, blocks, trusted).load()
+    return value if trusted else _built(value)
+
+
 def _places(begin: int, table: Sequence[Sequence[Any]]) -> List[int]:
     """Where each block begins, and at last where the message ends."""
-    sizes = [begin, *(_block_bytes(*entry) for entry in table)]
-    return list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+    places, end = [], begin
+    for entry in table:
+        places.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = places[-1] + _block_bytes(*entry)
+    return [*places, -(-end // _ALIGNMENT) * _ALIGNMENT]
 
 
 def _block_bytes(name: str, shape: Sequence[int], count: int) -> int:

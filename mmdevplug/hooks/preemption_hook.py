@@ -61,9 +61,6 @@ class PreemptionHook(Hook):
 
     def after_train(self, runner: AnyRunner) -> None:
         """Put back the handlers that were there before."""
-        self._restore_handlers()
-
-    def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():
             # None is a handler that was not set from Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
