@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, Optional
 
 import torch
+from mmengine.config import Config
 from mmengine.logging import print_log
 from mmengine.runner import CheckpointLoader
 from torch import Tensor
@@ -16,6 +17,7 @@ from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.environments.launch_variables import LaunchEnv, restarts
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.file_kinds import describe_no_checkpoint
 from mmdevplug.utils.logs import log_warning
 
@@ -172,6 +174,25 @@ def newest_files(folders: Iterable[Path]) -> List[Path]:
     return sorted(found.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
+def named_checkpoint(runner: AnyRunner) -> Optional[str]:
+    """The checkpoint that was named to resume from, None for the newest.
+
+    ``load_from`` of a file without ``resume`` is what training begins with, though MMEngine's
+    runner resumes from it once a script sets ``resume``, and others remove it then.
+    """
+    if isinstance(runner._resume, str):  # of our command
+        return None if runner._resume == 'auto' else runner._resume
+    path = getattr(runner.cfg, 'filename', None)
+    if not (runner._resume and path and os.path.isfile(path)):
+        return runner._load_from
+    written = Config.fromfile(path, import_custom_modules=False)
+    if written.get('resume'):
+        return runner._load_from
+    if runner._load_from is None:
+        runner._load_from = written.get('load_from')
+    return None if runner._load_from == written.get('load_from') else runner._load_from
+
+
 def find_resume_point(
     work_dir: str, load_from: Optional[str], resume: bool, env: LaunchEnv
 ) -> Optional[str]:
@@ -182,6 +203,8 @@ def find_resume_point(
     found = run_on_main(
         'finding the checkpoint to resume from', lambda: _find(work_dir, load_from, resume, env)
     )
+    if found is None and resume:
+        print_log(f'No checkpoint in {work_dir} to resume from yet.', 'current')
     if found is not None and is_local(found) and not os.path.exists(found):
         raise CheckpointError(
             f'rank 0 resumes from {found}, which is not there for {env.describe()}. Put the work '

@@ -17,6 +17,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 from torch import distributed as torch_dist
 
 from mmdevplug.environments.launch_variables import LaunchEnv
+from mmdevplug.utils.host import GONE_STATES, process_state
 from mmdevplug.utils.torch_compat import get_text, set_text
 
 from .stack_place import describe_stack
@@ -35,8 +36,8 @@ DESCRIBED = 8
 
 #: States of a rank.
 RUNNING, LOST, FAILED, ENDED = 'running', 'lost', 'failed', 'ended'
-#: The state of a process that SIGSTOP or a terminal has stopped, and of those that have ended.
-STOPPED, GONE_STATES = 'T', ('Z', 'X', '-')
+#: The state of a process that SIGSTOP or a terminal has stopped.
+STOPPED = 'T'
 
 
 class Beat(NamedTuple):
@@ -145,7 +146,7 @@ class Heartbeat:
         found = self.seen.get(rank)
         if found is None or found.process_table != self._process_table:
             return ''
-        return _process_state(found.pid)
+        return process_state(found.pid)
 
     def describe(self, rank: int) -> str:
         """Name a rank, its host and what it does, as last seen."""
@@ -220,12 +221,3 @@ def _process_table() -> str:
         return f'{boot} {os.readlink("/proc/self/ns/pid")}'
     except OSError:
         return ''
-
-
-def _process_state(pid: int) -> str:
-    """The letter of a process's state: Z and X have ended, T is stopped; '-' if there is none."""
-    try:
-        # The state follows the name, which is in parentheses and may contain any character.
-        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
-    except OSError:
-        return '-' if Path('/proc/self/stat').exists() else ''

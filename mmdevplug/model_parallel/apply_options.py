@@ -56,10 +56,15 @@ class Parallelism:
         self._state_factor = USUAL_STATE if factor is None else factor
 
     @classmethod
-    def from_config(cls, config: Any, *args: Any) -> Optional['Parallelism']:
+    def from_config(
+        cls, config: Any, model: Any, optim_wrapper: Any = None, scope: Optional[str] = None
+    ) -> Optional['Parallelism']:
         """Read the config key ``model_parallel``; None if it asks for one device."""
         options = ModelParallelOptions.from_config(config)
-        return None if options.enable is False else cls(options, *args)
+        if options.enable is False:
+            return None
+        optimizer = optim_wrapper.get('optimizer') if isinstance(optim_wrapper, dict) else None
+        return cls(options, model, optimizer, scope or 'mmengine')
 
     def choose_devices(self, accelerator: Accelerator, env: LaunchEnv) -> Sequence[torch.device]:
         """Resolve the strategy, plan, and return the devices of this rank."""

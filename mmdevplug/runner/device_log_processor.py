@@ -91,10 +91,3 @@ def _peak() -> Union[int, None]:
     accelerator, device = rank_device()
     peak = accelerator.max_memory_allocated(device)
     return None if peak is None else peak // MB
-
-
-def device_log_processor(cfg: object) -> Any:
-    """Replace MMEngine's log processor in a config; others stay."""
-    if isinstance(cfg, dict) and cfg.get('type', 'LogProcessor') in ('LogProcessor', LogProcessor):
-        return dict(cfg, type=DeviceLogProcessor)
-    return cfg

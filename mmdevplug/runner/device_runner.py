@@ -4,8 +4,7 @@ import copy
 import os
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Union
-from weakref import ref
+from typing import Any, Callable, Dict, List, Optional, Union
 
 from mmengine.config import Config
 from mmengine.dist import is_main_process
@@ -16,7 +15,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS
 from mmengine.runner import BaseLoop, IterBasedTrainLoop, LogProcessor, Priority, Runner
-from torch import distributed as torch_dist, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -24,7 +23,7 @@ from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.fitting import adapt_to_hooks, explaining_other_run, load_model
 from mmdevplug.checkpoint.host_copy import copy_to_host
 from mmdevplug.checkpoint.participants import Participants
-from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
+from mmdevplug.checkpoint.reading import find_resume_point, named_checkpoint, read_for_model
 from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
 from mmdevplug.checkpoint.writing import SHARDS, write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
@@ -34,7 +33,6 @@ from mmdevplug.data.checking import build_nonempty, check_batches, check_tempora
 from mmdevplug.data.endless import take_for_endless
 from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.distributed.waiting import wait_for_everyone
-from mmdevplug.errors import LaunchError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.gradients.wrapper_arguments import refuse_frozen
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
@@ -47,7 +45,7 @@ from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
 from mmdevplug.utils.torch_compat import keep_from_tracing
 
-from .device_log_processor import device_log_processor
+from .device_log_processor import DeviceLogProcessor
 from .explain_errors import explained
 from .init_device import init_from_options
 
@@ -84,9 +82,8 @@ class DeviceRunner(Runner):
         >>> RUNNERS.build(cfg).train()
     """
 
-    #: The checkpoint that is being loaded to resume from, and what of the last did not fit.
+    #: The checkpoint that is being loaded to resume from.
     _resuming: Optional[str] = None
-    _misfit: Optional[str] = None
 
     def __init__(
         self,
@@ -97,15 +94,12 @@ class DeviceRunner(Runner):
         **kwargs: Any,
     ) -> None:
         cfg = kwargs.get('cfg') or {}
-        if accelerator is None:
-            accelerator = cfg.get('accelerator')
-        if model_parallel is None:
-            model_parallel = cfg.get('model_parallel')
-        if sharding is None:
-            sharding = cfg.get('sharding')
+        accelerator = cfg.get('accelerator') if accelerator is None else accelerator
+        model_parallel = cfg.get('model_parallel') if model_parallel is None else model_parallel
+        sharding = cfg.get('sharding') if sharding is None else sharding
         #: Shards the model over the ranks; None where that was not asked for, or there is one.
         self.sharding: Any = None
-        if sharding is not None and sharding is not False:
+        if sharding not in (None, False):
             from mmdevplug.sharding import Sharding
 
             self.sharding = Sharding(sharding)
@@ -122,18 +116,14 @@ class DeviceRunner(Runner):
         )
         # MMEngine's default is backend='nccl'.
         kwargs.setdefault('env_cfg', {})
-        optim_wrapper = kwargs.get('optim_wrapper')
         #: Spreads the model over several devices; None where that was not asked for.
         self.parallelism: Any = None
-        if model_parallel is not None and model_parallel is not False:
+        if model_parallel not in (None, False):
             from mmdevplug.model_parallel.apply_options import Parallelism
 
-            self.parallelism = Parallelism.from_config(
-                model_parallel,
-                kwargs['model'] if 'model' in kwargs else next(iter(args), None),
-                optim_wrapper.get('optimizer') if isinstance(optim_wrapper, dict) else None,
-                kwargs.get('default_scope') or 'mmengine',
-            )
+            model = kwargs['model'] if 'model' in kwargs else next(iter(args), None)
+            others = kwargs.get('optim_wrapper'), kwargs.get('default_scope')
+            self.parallelism = Parallelism.from_config(model_parallel, model, *others)
         super().__init__(*args, **kwargs)
 
     @classmethod
@@ -149,7 +139,6 @@ class DeviceRunner(Runner):
         self.device_context = init_from_options(
             self._launcher, self.accelerator_options, self.parallelism, dist_cfg
         )
-        self._group = _process_group()
         if self.device_context.backend is not None:
             # What runs is what the log shows.
             env_cfg['dist_cfg'] = dict(dist_cfg, backend=self.device_context.backend)
@@ -157,11 +146,9 @@ class DeviceRunner(Runner):
             trust_classes(self.cfg.checkpoint_classes)
         super().setup_env(env_cfg)
 
-    def set_randomness(
-        self, seed: Optional[int] = None, diff_rank_seed: bool = False, deterministic: bool = False
-    ) -> None:
+    def set_randomness(self, *args: Any, **kwargs: Any) -> None:
         """Seed as MMEngine does, and the accelerator's own generators too."""
-        super().set_randomness(seed, diff_rank_seed, deterministic)
+        super().set_randomness(*args, **kwargs)
         self.device_context.accelerator.manual_seed(self._seed)
 
     def build_logger(self, *args: object, **kwargs: object) -> MMLogger:
@@ -177,8 +164,12 @@ class DeviceRunner(Runner):
         return logger
 
     def build_log_processor(self, log_processor: Union[LogProcessor, Dict]) -> LogProcessor:
-        """Build the log processor, with the memory column of any accelerator."""
-        return super().build_log_processor(device_log_processor(log_processor))
+        """Build the log processor, MMEngine's with the memory column of any accelerator."""
+        if isinstance(log_processor, dict):
+            kind = log_processor.get('type', LogProcessor)
+            if kind in ('LogProcessor', LogProcessor):
+                log_processor = dict(log_processor, type=DeviceLogProcessor)
+        return super().build_log_processor(log_processor)
 
     def _log_env(self, env_cfg: Dict) -> None:
         """Log the environment as MMEngine does, and all devices of the accelerator."""
@@ -251,16 +242,7 @@ class DeviceRunner(Runner):
     def build_optim_wrapper(
         self, optim_wrapper: Union[Optimizer, OptimWrapper, Dict]
     ) -> Union[OptimWrapper, OptimWrapperDict]:
-        """Build the optimizer wrapper that suits the device.
-
-        ``OptimWrapper`` becomes :class:`mmdevplug.optim.DeviceOptimWrapper` on a lazy device, and
-        ``AmpOptimWrapper`` becomes :class:`mmdevplug.optim.DeviceAmpOptimWrapper` where MMEngine's
-        refuses the device.
-
-        Raises:
-            ModelError: If the optimizer cannot work with the process group, the device cannot
-                work with the model's sparse gradients, or ranks have nothing to train.
-        """
+        """Build the optimizer wrapper that suits the device, and refuse what cannot work there."""
         bare = self.device_context.backend is not None and not is_model_wrapper(self.model)
         if bare and not any(each.requires_grad for each in self.model.parameters()):
             refuse_frozen(self.model)
@@ -315,8 +297,6 @@ class DeviceRunner(Runner):
             thing (object): With ``state_dict()`` and ``load_state_dict(state)``; each rank saves
                 its own. A hook that has these methods takes part by itself.
 
-        Examples:
-            >>> runner.add_participant('curriculum', curriculum)
         """
         self.participants.add(name, thing)
 
@@ -365,36 +345,15 @@ class DeviceRunner(Runner):
         """
         if self._has_loaded:
             return
-        named, asked = self._checkpoint_to_resume(), bool(self._resume)
+        named, asked = named_checkpoint(self), bool(self._resume)
         found = find_resume_point(self.work_dir, named, asked, self.device_context.env)
         if found is not None:
             self._resume = True  # MMEngine's EMAHook reads it
             self.resume(found)
             self._has_loaded = True
             return
-        if asked:
-            begun = 'from scratch' if self._load_from is None else f'from {self._load_from}'
-            self.logger.info(f'No checkpoint in {self.work_dir} yet: training starts {begun}.')
         self._resume = False
         super().load_or_resume()
-
-    def _checkpoint_to_resume(self) -> Optional[str]:
-        """The checkpoint that was named to resume from, None for the newest.
-
-        ``load_from`` of a file without ``resume`` is what training begins with, though MMEngine's
-        runner resumes from it once a script sets ``resume``, and others remove it then.
-        """
-        if isinstance(self._resume, str):  # of our command
-            return None if self._resume == 'auto' else self._resume
-        path = getattr(self.cfg, 'filename', None)
-        if not (self._resume and path and os.path.isfile(path)):
-            return self._load_from
-        written = Config.fromfile(path, import_custom_modules=False)
-        if written.get('resume'):
-            return self._load_from
-        if self._load_from is None:
-            self._load_from = written.get('load_from')
-        return None if self._load_from == written.get('load_from') else self._load_from
 
     def load_checkpoint(
         self,
@@ -423,9 +382,7 @@ class DeviceRunner(Runner):
             if self.sharding is not None:
                 stack.enter_context(self.sharding.copying_whole())
             self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-            self._misfit = load_model(
-                model, checkpoint, filename, strict, revise_keys, bool(self._resuming)
-            )
+            load_model(model, checkpoint, filename, strict, revise_keys, bool(self._resuming))
         if self._resuming:
             self.resumption.compare(checkpoint, filename)
         self._has_loaded = True
@@ -466,40 +423,19 @@ class DeviceRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all ranks, and their messages name it."""
-        with self._run('train'):
+        with explained(self, 'train'):
             enter_phase('data preparation')
             model = super().train()
             wait_for_everyone('end of training')
         enter_phase('after training')
-        self._misfit = None
         return model
 
     def val(self) -> dict:
         """Validate; see :meth:`train`."""
-        with self._run('val'):
-            return self._repeat_misfit(super().val())
+        with explained(self, 'val'):
+            return super().val()
 
     def test(self) -> dict:
         """Test; see :meth:`train`."""
-        with self._run('test'):
-            return self._repeat_misfit(super().test())
-
-    def _repeat_misfit(self, metrics: dict) -> dict:
-        if self._misfit is not None:
-            self.logger.warning(f'These results are of such weights: {self._misfit}')
-        return metrics
-
-    def _run(self, stage: str) -> ContextManager[None]:
-        if _process_group() != self._group:
-            raise LaunchError(
-                'the process group is not the one that this runner was built with: delete '
-                'destroy_process_group() and init_process_group() from the script; the runner '
-                'starts the group, with the backend of accelerator.backend.'
-            )
-        return explained(self, stage)
-
-
-def _process_group() -> Any:
-    """A weak reference: threads of a group that is kept run until the interpreter ends."""
-    started = torch_dist.is_available() and torch_dist.is_initialized()
-    return ref(torch_dist.distributed_c10d._get_default_group()) if started else None
+        with explained(self, 'test'):
+            return super().test()

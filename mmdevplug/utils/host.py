@@ -10,6 +10,8 @@ from pathlib import Path
 _KEPT = ((-3, 'mmap_threshold', 1), (-1, 'trim_threshold', 8), (-2, 'top_pad', 2))
 #: The largest blocks that glibc keeps.
 LARGEST = 32 << 20
+#: States of a process that has ended.
+GONE_STATES = ('Z', 'X', '-')
 
 
 def keep_freed_memory(largest: int = LARGEST) -> bool:
@@ -59,10 +61,15 @@ def host_name() -> str:
         return f'{os.uname().nodename}'
 
 
+def process_state(pid: int) -> str:
+    """The letter of a process's state: Z and X have ended, T is stopped; '-' if there is none."""
+    try:
+        # The state follows the name, which is in parentheses and may contain any character.
+        return Path(f'/proc/{pid}/stat').read_text(errors='replace').rpartition(')')[2].split()[0]
+    except OSError:
+        return '-' if Path('/proc/self/stat').exists() else ''
+
+
 def has_ended(pid: int) -> bool:
     """Whether a process of this host is gone, or only its exit status is left."""
-    try:
-        with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as file:
-            return file.read().rpartition(')')[2].split()[0] in 'ZX'
-    except OSError:
-        return True
+    return process_state(pid) in GONE_STATES
