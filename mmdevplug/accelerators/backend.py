@@ -52,10 +52,15 @@ def backend_of(group: AnyGroup = None) -> str:
 
 def takes_host_tensors(group: AnyGroup = None) -> bool:
     """Whether the collectives of a process group take host tensors, unlike those of nccl."""
-    backend = backend_of(group)
-    if ':' in backend:
-        backend = dict(part.split(':', 1) for part in backend.split(',')).get('cpu', '')
+    backend = _backend_for('cpu', backend_of(group))
     return backend in HOST_BACKENDS or 'cpu' in _device_types().get(backend, ())
+
+
+def _backend_for(kind: str, backend: str) -> str:
+    """The backend of a device type in ``'cpu:gloo,cuda:nccl'``, '' for none, or the only one."""
+    if ':' not in backend:
+        return backend
+    return dict(part.split(':', 1) for part in backend.split(',')).get(kind, '')
 
 
 def group_device(group: AnyGroup = None) -> torch.device:
@@ -72,8 +77,7 @@ def group_device(group: AnyGroup = None) -> torch.device:
 def takes_tensors(accelerator: Accelerator, backend: str) -> bool:
     """Whether collectives of a backend, or of ``'cpu:gloo,cuda:nccl'``, take its tensors."""
     kind = accelerator.device_type
-    if ':' in backend:
-        backend = dict(part.split(':', 1) for part in backend.split(',')).get(kind, '')
+    backend = _backend_for(kind, backend)
     if backend == 'gloo':
         return accelerator.gloo_takes_tensors
     if backend in (STAGED, accelerator.native_backend):

@@ -90,7 +90,7 @@ def gather_json(value: object, group: AnyGroup = None) -> List[Any]:
     """Collect a value from all ranks as JSON, which runs no code; tuples have become lists."""
     data = to_tensor(json.dumps(value).encode())
     parts = gather_bytes(data, group, call_tag='gather_json')
-    return [json.loads(to_bytes(part)) for part in parts]
+    return list(map(json.loads, map(to_bytes, parts)))
 
 
 def _read_head(block: Tensor) -> Tuple[str, int, int]:

@@ -32,9 +32,9 @@ def broadcast_tensors(
     for part in group_by_bytes([*on_host, *elsewhere], MESSAGE_BYTES):
         there = part[0].device.type != 'cpu'
         if torch_dist.get_rank(group) == 0:
-            copied = there and place.type == 'cpu'
-            message = _join(accelerator.copies.to_host(part) if copied else part).to(place)
-            torch_dist.broadcast(message, main, group=group)
+            held = accelerator.copies.to_host(part) if there and place.type == 'cpu' else part
+            flat = [view_as_dtype(each.contiguous().view(-1), torch.uint8) for each in held]
+            torch_dist.broadcast(torch.cat(flat).to(place), main, group=group)
             continue
         sizes = [tensor.numel() * tensor.element_size() for tensor in part]
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
@@ -45,8 +45,3 @@ def broadcast_tensors(
             for piece, tensor in zip(message.split(sizes), part)
         ]
         (accelerator if there else CPUAccelerator()).copies.into_device(received, part)
-
-
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of tensors, one after the other."""
-    return torch.cat([view_as_dtype(t.contiguous().view(-1), torch.uint8) for t in tensors])

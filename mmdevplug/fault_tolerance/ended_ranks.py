@@ -72,23 +72,16 @@ def _read_notes(folder: Path) -> Dict[int, Dict[str, Any]]:
     return {rank: note for rank, note in notes.items() if 'because_of_another' in note}
 
 
-class _SayRestarts(logging.Handler):
-    """Say in one line which rank failed, where PyTorch starts all of them again."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__(logging.ERROR)
-        self._say = say
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print the message without the traceback of PyTorch itself."""
-        self._say(record.getMessage())
-
-
 def silence_torchrun(say: Optional[Callable[[str], None]]) -> None:
     """Print no lines of torchrun; ``say`` gets those about ranks that are started again."""
+    handler: logging.Handler = logging.NullHandler()
+    if say is not None:
+        handler = logging.Handler(logging.ERROR)
+        # Without the traceback of PyTorch itself.
+        handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
     for name in ('torch.distributed.elastic', 'torch.multiprocessing'):
         logger = logging.getLogger(name)
-        logger.addHandler(_SayRestarts(say) if say else logging.NullHandler())
+        logger.addHandler(handler)
         logger.propagate = False
 
 

@@ -60,11 +60,6 @@ def enter_phase(text: str) -> None:
         PROCESS.watch.heartbeat.enter_phase(text)
 
 
-def current_phase() -> str:
-    """What :func:`enter_phase` set last, '' where there is no watch."""
-    return '' if PROCESS.watch is None else PROCESS.watch.heartbeat.phase[0]
-
-
 def before_abort(callback: Callable[[], Any]) -> None:
     """Register a function to be called before a process is ended that hangs in its main thread."""
     if PROCESS.watch is not None:

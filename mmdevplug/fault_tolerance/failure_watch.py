@@ -115,7 +115,7 @@ class FailureWatch:
             while not self._stopped.is_set():
                 self._asked = self.heartbeat.now
                 due = time.monotonic() >= next_beat or self._wake.is_set()
-                if due or self.heartbeat.is_outdated():
+                if due or self.heartbeat.published is not self.heartbeat.phase:
                     next_beat = time.monotonic() + BEAT_SECONDS
                     self._wake.clear()
                     self.heartbeat.publish()

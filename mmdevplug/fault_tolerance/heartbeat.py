@@ -68,7 +68,8 @@ class Heartbeat:
         self.patience = LOST_SECONDS
         #: What this rank does, and since when, in seconds of the monotonic clock.
         self.phase = ('set-up', time.monotonic())
-        self._published: Optional[Tuple[str, float]] = None
+        #: The phase of the last beat.
+        self.published: Optional[Tuple[str, float]] = None
         self._count = 0
         self.host, self._process_table = socket.gethostname(), _process_table()
         #: The newest beats that were read, by rank.
@@ -89,8 +90,8 @@ class Heartbeat:
     def publish(self) -> None:
         """Write this rank's beat."""
         self._count += 1
-        self._published = self.phase
-        phase, began = self._published
+        self.published = self.phase
+        phase, began = self.published
         seconds = time.monotonic() - began
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = list(traceback.walk_stack(main)) if main is not None else []
@@ -108,10 +109,6 @@ class Heartbeat:
         set_text(self._store, f'beat/{self._env.rank}', json.dumps(beat))
         if self._count == 1:
             self._store.add(f'beats/{self._env.rank}', 1)
-
-    def is_outdated(self) -> bool:
-        """Whether this rank has entered a phase since it was last published."""
-        return self._published is not self.phase
 
     def read(self, rank: int) -> Optional[Beat]:
         """Read a rank's newest beat, None if there is none yet."""

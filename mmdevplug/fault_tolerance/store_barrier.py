@@ -13,13 +13,7 @@ from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 from mmdevplug.utils.torch_compat import get_text, set_text
 
-from .failure import (
-    current_phase,
-    current_watch,
-    enter_phase,
-    peers_must_answer,
-    raise_if_another_failed,
-)
+from .failure import current_watch, enter_phase, peers_must_answer, raise_if_another_failed
 
 #: How long a rank that is about to end keeps the store alive for the others to read it.
 LEAVE_SECONDS = 10.0
@@ -67,7 +61,8 @@ def wait_for_counter(
     Raises:
         RankFailedError: If the number is not reached in time, or another rank failed meanwhile.
     """
-    watch, before, here = current_watch(), current_phase(), f'{stage}: waiting for the others'
+    watch, here = current_watch(), f'{stage}: waiting for the others'
+    before = '' if watch is None else watch.heartbeat.phase[0]
 
     def reached() -> bool:
         if store.add(key, 0) >= target:
