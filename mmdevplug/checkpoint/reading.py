@@ -174,7 +174,7 @@ def newest_files(folders: Iterable[Path]) -> List[Path]:
     return sorted(found.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def named_checkpoint(runner: AnyRunner) -> Optional[str]:
+def _named_checkpoint(runner: AnyRunner) -> Optional[str]:
     """The checkpoint that was named to resume from, None for the newest.
 
     ``load_from`` of a file without ``resume`` is what training begins with, though MMEngine's
@@ -193,13 +193,13 @@ def named_checkpoint(runner: AnyRunner) -> Optional[str]:
     return None if runner._load_from == written.get('load_from') else runner._load_from
 
 
-def find_resume_point(
-    work_dir: str, load_from: Optional[str], resume: bool, env: LaunchEnv
-) -> Optional[str]:
+def find_resume_point(runner: AnyRunner) -> Optional[str]:
     """Find the checkpoint to resume from on rank 0; None if training does not resume.
 
     A job that torchrun or Slurm has restarted resumes without being asked to.
     """
+    load_from, resume = _named_checkpoint(runner), bool(runner._resume)
+    work_dir, env = runner.work_dir, runner.device_context.env
     found = run_on_main(
         'finding the checkpoint to resume from', lambda: _find(work_dir, load_from, resume, env)
     )

@@ -23,7 +23,7 @@ from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.fitting import adapt_to_hooks, explaining_other_run, load_model
 from mmdevplug.checkpoint.host_copy import copy_to_host
 from mmdevplug.checkpoint.participants import Participants
-from mmdevplug.checkpoint.reading import find_resume_point, named_checkpoint, read_for_model
+from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
 from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
 from mmdevplug.checkpoint.writing import SHARDS, write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
@@ -296,7 +296,6 @@ class DeviceRunner(Runner):
             name (str): The same in every run of a config.
             thing (object): With ``state_dict()`` and ``load_state_dict(state)``; each rank saves
                 its own. A hook that has these methods takes part by itself.
-
         """
         self.participants.add(name, thing)
 
@@ -345,15 +344,13 @@ class DeviceRunner(Runner):
         """
         if self._has_loaded:
             return
-        named, asked = named_checkpoint(self), bool(self._resume)
-        found = find_resume_point(self.work_dir, named, asked, self.device_context.env)
-        if found is not None:
-            self._resume = True  # MMEngine's EMAHook reads it
+        found = find_resume_point(self)
+        self._resume = found is not None  # MMEngine's EMAHook reads it
+        if found is None:
+            super().load_or_resume()
+        else:
             self.resume(found)
             self._has_loaded = True
-            return
-        self._resume = False
-        super().load_or_resume()
 
     def load_checkpoint(
         self,
