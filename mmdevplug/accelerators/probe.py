@@ -38,8 +38,8 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> List[str]:
     if apart > RELATIVE_TOLERANCE:
         raise AcceleratorError(
             f'device {device} computes a matrix product that differs from the CPU by '
-            f'{apart:.3g}. {remedy}, or choose another accelerator with '
-            f'accelerator=dict(type=...).'
+            f'{apart:.3g}. {remedy} ({accelerator.describe_visibility()}), or choose another '
+            f'accelerator with accelerator=dict(type=...).'
         )
     narrowed = []
     for dtype, value in WIDE.items():

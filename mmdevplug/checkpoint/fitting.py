@@ -40,7 +40,7 @@ def load_model(
     strict: bool,
     revise_keys: Sequence[Tuple[str, str]],
     resuming: bool = False,
-) -> None:
+) -> Optional[str]:
     """Load the weights of a checkpoint into a bare model.
 
     Args:
@@ -51,6 +51,9 @@ def load_model(
         revise_keys (sequence of tuple): Patterns and what replaces them in its keys.
         resuming (bool): Whether the optimizer's states follow: then all trained parameters have
             to fit. Defaults to False.
+
+    Returns:
+        str or None: What does not fit, which was also logged; None if everything does.
 
     Raises:
         CheckpointError: If nothing fits.
@@ -64,7 +67,7 @@ def load_model(
     fit = load_weights(model, weights)
     fit.refuse_if_nothing_fits(filename, weights)
     if fit.complete:
-        return
+        return None
     text = fit.describe(filename)
     if strict:
         raise CheckpointError(f'{text} Expected all of it: strict=True.')
@@ -73,6 +76,7 @@ def load_model(
     if resuming and lacking & trained:
         raise refusal(filename, f'Cannot resume: {text} The optimizer has no states for these.')
     log_warning(text)
+    return text
 
 
 @contextmanager
