@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from mmdevplug.utils.progress import log_progress
+from mmdevplug.utils.progress import show_progress
 
 from .base import Accelerator, Compilation
 
@@ -36,7 +36,7 @@ class LazyCompilation(Compilation):
         self._materialized += 1
         if self._materialized > FIRST_GRAPHS:
             return nullcontext()
-        return log_progress('compiling the first graphs')
+        return show_progress('compiling the first graphs')
 
     def materialize_all(
         self, devices: Sequence[torch.device], wanted: Sequence[Tensor] = ()

@@ -99,8 +99,8 @@ class PlainState:
                         unfit.add(name)
             for name in sorted(differ):
                 value = owner.attributes[name]
-                # What is filled at the first use belongs together: a flag or a key without its
-                # cache would be wrong.
+                # Attributes that the first use fills, such as a cache and the flag that says so,
+                # are left out together: a restored flag would promise a cache that is not there.
                 if name in unfit or (unfit and first.get(name, (None,))[0] in _UNSET):
                     # Objects of one list share a name.
                     path = re.sub(r'\[.*?\]', '[...]', owner.path)

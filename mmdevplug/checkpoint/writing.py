@@ -22,7 +22,7 @@ from mmdevplug.utils import atomic_files
 from mmdevplug.utils.atomic_files import UNFINISHED, PathLike
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.progress import log_progress
+from mmdevplug.utils.progress import show_progress
 from mmdevplug.utils.pytree import tensor_bytes, tensors_in
 
 #: Files in a work directory: the newest checkpoint, when the run began, and its end.
@@ -65,12 +65,12 @@ def write_checkpoint(
     size = format_bytes(sum(map(tensor_bytes, tensors_in(checkpoint))))
     if not is_local(path, backend_args):
         # Object stores keep whole objects or none.
-        with log_progress(f'writing {size} to {path}'):
+        with show_progress(f'writing {size} to {path}'):
             save_checkpoint(checkpoint, path, backend_args=backend_args)
         return
     make_folder(os.path.dirname(path))
     with explaining(f'write {path}', os.path.dirname(path)), atomic_files.replacing(path) as part:
-        with log_progress(f'writing {size} to {path}'):
+        with show_progress(f'writing {size} to {path}'):
             # Straight into the file: MMEngine makes two copies of all of it in memory before.
             with _File(io.FileIO(str(part), 'w')) as file:
                 save_with_warning(checkpoint, file, path)

@@ -4,7 +4,6 @@ import argparse
 import inspect
 import re
 import traceback
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +18,8 @@ from mmdevplug.config.accelerator import AcceleratorOptions, to_dict
 from mmdevplug.config.base_config import base_config
 from mmdevplug.config.fields import did_you_mean
 from mmdevplug.errors import CheckpointError, DevPlugError, chain, first_line
-from mmdevplug.utils.patching import LocalPatch
+from mmdevplug.utils.patching import OWN, patch_symbol
 
-_is_installed = LocalPatch(config_module, 'is_installed')
-_get_installed_path = LocalPatch(config_module, 'get_installed_path')
 #: What MMEngine's runner and ours read of a config beside their arguments.
 _READ_BESIDE = (
     *('accelerator', 'activation_checkpointing', 'checkpoint_classes', 'compile'),
@@ -34,12 +31,15 @@ _MODULES = dict(zip(MODULE2PACKAGE.values(), MODULE2PACKAGE))
 
 def load_file(path: str, import_modules: bool = True) -> Config:
     """Load a config from a path, or from ``package::path`` as in a config's ``_base_``."""
-    named = path
+    named, patches = path, []
+    if find_spec('pkg_resources') is None:
+        # MMEngine looks for packages with it, which setuptools has no longer since release 81.
+        patches.append(patch_symbol(config_module, 'is_installed', _folder, OWN))
+        patches.append(patch_symbol(config_module, 'get_installed_path', _installed_path, OWN))
     try:
-        with _packages_found():
-            if '::' in path:
-                path, _ = Config._get_cfg_path(path, '')
-            cfg = Config.fromfile(path, import_custom_modules=import_modules)
+        if '::' in path:
+            path, _ = Config._get_cfg_path(path, '')
+        cfg = Config.fromfile(path, import_custom_modules=import_modules)
         if import_modules and cfg.get('default_scope'):
             _register_modules(cfg.default_scope)
         return cfg
@@ -60,6 +60,9 @@ def load_file(path: str, import_modules: bool = True) -> Config:
             f'CONFIG {named!r} cannot be read: {file}:{line}: {type(cause).__name__}: '
             f'{first_line(cause)}'
         ) from error
+    finally:
+        for patch in patches:
+            patch.restore()
 
 
 def _register_modules(scope: str) -> None:
@@ -89,20 +92,6 @@ def _import_if_there(name: str) -> Optional[ModuleType]:
     return None
 
 
-@contextmanager
-def _packages_found() -> Iterator[None]:
-    """Find the packages of ``mmseg::pspnet/...`` where MMEngine does not.
-
-    It looks for them with pkg_resources, which setuptools has no longer since release 81.
-    """
-    if find_spec('pkg_resources') is not None:
-        yield
-        return
-    with _is_installed(lambda _, package: _folder(package) is not None):
-        with _get_installed_path(_installed_path):
-            yield
-
-
 def _folder(package: str) -> Optional[str]:
     """The folder of a package, by the name of its distribution or its module."""
     from mmdevplug.checks.versions import folder_of
@@ -110,7 +99,7 @@ def _folder(package: str) -> Optional[str]:
     return folder_of(_MODULES.get(package, package))
 
 
-def _installed_path(_: Any, package: str) -> str:
+def _installed_path(package: str) -> str:
     folder = _folder(package)
     if folder is None:
         raise ModuleNotFoundError(

@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
 from mmdevplug.errors import DevPlugError, chain, first_line
-from mmdevplug.utils.built_for import describe_torch_requirement
 
 from .findings import Finding, Section
 from .isolated import run_isolated
@@ -33,8 +32,6 @@ OTHERS = (
 )
 #: Modules whose import needs no torch.
 _WITHOUT_TORCH = ('numpy', 'mmengine')
-#: Packages that PyTorch imports itself name a function in this group of entry points.
-_AUTOLOADED = 'torch.backends'
 #: What they say of a version that they do not accept.
 _REFUSED = re.compile(
     r'\w+==(\S+) is used but incompatible\..*?install (\w+?)([<>=].+?)\.?\s*$', re.S
@@ -89,11 +86,11 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
     except Exception as error:
         # Compiled libraries fail in many ways.
         found, problem = f'import {task} fails with {type(error).__name__}: {error}', None
-        if task == 'torch' and error.__cause__ is not None:
-            yield _broken_extension(error, error.__cause__)
-            return
         if task != 'torch':
             problem = explain_import(error)
+        elif error.__cause__ is not None:  # of a vendor's package, which PyTorch imports itself
+            cause = error.__cause__
+            found += f' Its cause: {type(cause).__name__}: {first_line(cause)}'
         if problem is None:
             yield _broken(task, found)
         else:
@@ -101,28 +98,6 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
             yield section.error(f'{found}. {problem.what}', why, problem.command)
         return
     yield section.ok(f'import {task} works')
-
-
-def _broken_extension(error: Exception, cause: BaseException) -> Finding:
-    """Name the vendor's package whose entry point keeps torch from being imported."""
-    named = re.search(r'backend extension: (\S+?)\.(\s|$)', str(error))
-    entry = named.group(1) if named else 'unknown'
-    package = next(
-        (
-            each.metadata['Name']
-            for each in metadata.distributions()
-            if any((e.group, e.name) == (_AUTOLOADED, entry) for e in each.entry_points)
-        ),
-        entry,
-    )
-    return section.error(
-        f'import torch fails because of the package {package}: its entry point {entry} of the '
-        f'group {_AUTOLOADED} fails with {type(cause).__name__}: {first_line(cause)}',
-        f'PyTorch imports that package by itself: nothing that uses torch works. '
-        f'{describe_torch_requirement(package)}'.strip(),
-        f'install the {package} that was built for this torch, or: pip uninstall {package}. '
-        f'Until then: export TORCH_DEVICE_BACKEND_AUTOLOAD=0',
-    )
 
 
 def _broken(module: str, found: str) -> Finding:

@@ -10,13 +10,13 @@ from mmdevplug.config.fields import did_you_mean
 class Parser(argparse.ArgumentParser):
     """argparse's parser without abbreviations, and without the usage before an error."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-
     def parse_args(  # type: ignore[override]
         self, args: Optional[Sequence[str]] = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """Parse all arguments; refuse what is none, before a missing one is missed."""
+        """Parse all arguments.
+
+        Unknown options are refused first: else argparse would say only that CONFIG is missing.
+        """
         args = list(sys.argv[1:] if args is None else args)
         known = list(self._option_string_actions)
         for word in args:

@@ -32,7 +32,7 @@ def add_launch_arguments(
         if one.name in names:
             group.add_argument(
                 '--' + one.name.replace('_', '-'),
-                type=kinds[one.metadata['accepts']],
+                type=kinds[one.metadata['accepts'].replace('None, ', '')],
                 help=one.metadata['meaning'].replace('`', ''),
             )
 

@@ -70,7 +70,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     parse_max_memory(args.max_memory, devices)
     if args.json is not None:
         check_writable(args.json, '--json')
-    with show_progress(f'planning {args.model}'):
+    with show_progress(f'planning {args.model}', say):
         made = _plan(args)
     Console().print(made)
     if args.json is not None:

@@ -34,25 +34,15 @@ class Check(NamedTuple):
     expected: str
     accepts: str
 
-    def or_none(self, meaning: str = '') -> 'Check':
-        """Accept None, too, whose meaning a message names."""
-        return Check(
-            lambda value: value is None or self.holds(value),
-            f'{self.expected}, or None{meaning}',
-            f'None, {self.accepts}',
-        )
 
-    def named(self, expected: str) -> 'Check':
-        """Use other words."""
-        return self._replace(expected=expected)
-
-
-def whole(least: int, most: float = float('inf')) -> Check:
-    """Check a whole number."""
-    expected = (
+def whole(least: int, most: float = float('inf'), expected: str = '') -> Check:
+    """Check a whole number; ``expected`` says so in other words."""
+    usual = (
         f'{least} to {most}' if isinstance(most, int) else f'a whole number of at least {least}'
     )
-    return Check(lambda value: _is(int, value) and least <= value <= most, expected, 'int')
+    return Check(
+        lambda value: _is(int, value) and least <= value <= most, expected or usual, 'int'
+    )
 
 
 def positive(zero: bool = False) -> Check:
@@ -71,9 +61,8 @@ def _is(kind: type, value: object) -> bool:
 
 def choice(*words: object) -> Check:
     """Check that a value is one of some words or flags."""
-    names = list(map(repr, words))
-    expected = f'{", ".join(names[:-1])} or {names[-1]}'
-    return Check(lambda value: value in words, expected, ', '.join(names))
+    names = ', '.join(map(repr, words))
+    return Check(words.__contains__, ' or '.join(names.rsplit(', ', 1)), names)
 
 
 FLAG = Check(
@@ -103,7 +92,7 @@ def option(
         accepts: Types and words for the documentation. Defaults to those of ``check``.
     """
     if accepts is None and check is not None:
-        accepts = check.accepts
+        accepts = f'None, {check.accepts}' if default is None else check.accepts
     metadata = dict(default=default, accepts=accepts, meaning=meaning, check=check, read=read)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -122,8 +111,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for one in options_of(type(self)):
-            if getattr(self, one.name) is not one.default:
-                self.check(one.name, getattr(self, one.name))
+            self.check(one.name, getattr(self, one.name))
 
     @classmethod
     def names(cls) -> List[str]:
@@ -133,11 +121,13 @@ class Options:
     @classmethod
     def check(cls, name: str, value: object, origin: Optional[str] = None) -> None:
         """Refuse an impossible value of an option, which a message calls ``origin``."""
-        check = cls.__dataclass_fields__[name].metadata['check']
-        if check is None or check.holds(value):
+        field = cls.__dataclass_fields__[name]
+        check = field.metadata['check']
+        if check is None or value is field.default or check.holds(value):
             return
-        shown = shortened(value)
-        raise cls.error(f'{origin or f"{cls.key}.{name}"}={shown}: expected {check.expected}.')
+        or_none = ', or None' if origin is None and field.default is None else ''
+        found = f'{origin or f"{cls.key}.{name}"}={shortened(value)}'
+        raise cls.error(f'{found}: expected {check.expected}{or_none}.')
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Any:

@@ -46,7 +46,7 @@ class LaunchOptions(Options):
     node_rank: Optional[int] = option(
         None,
         'Which of the hosts this is, from 0; another on each. `srun` sets it by `SLURM_NODEID`.',
-        check=whole(0).named('0 or more'),
+        check=whole(0),
     )
     master_addr: Optional[str] = option(
         None,
@@ -60,7 +60,7 @@ class LaunchOptions(Options):
     master_port: Optional[int] = option(
         None,
         'A free port of host 0; without it a single host finds one, and several take 29500.',
-        check=whole(1, 65535).named('a port from 1 to 65535'),
+        check=whole(1, 65535, 'a port from 1 to 65535'),
     )
     max_restarts: Optional[int] = option(
         None,
@@ -70,9 +70,7 @@ class LaunchOptions(Options):
         check=whole(0, 10000),
     )
     timeout: Optional[float] = option(
-        None,
-        'Seconds until ranks give up waiting for each other.',
-        check=positive().named('a number of seconds above 0'),
+        None, 'Seconds until ranks give up waiting for each other.', check=positive()
     )
 
     @property

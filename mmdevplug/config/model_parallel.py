@@ -73,7 +73,7 @@ class ModelParallelOptions(Options):
         None,
         'What follows from an uneven plan: `None`: a warning, and an error if a device gets '
         'nothing; `True`: always an error; `False`: a device may be left out.',
-        check=FLAG.or_none(),
+        check=FLAG,
         read=lambda value, key: bool(value) if value in (0, 1) else value,
     )
     exclude_cpu: bool = flag(
@@ -83,13 +83,13 @@ class ModelParallelOptions(Options):
         None,
         'Precision of frozen weights and of forward passes; weights that are trained stay '
         'as they are. `None` leaves everything as it is.',
-        check=choice(*filter(None, PRECISIONS)).or_none(' to leave everything as it is'),
+        check=choice(*filter(None, PRECISIONS)),
     )
     guard: Optional[str] = option(
         'move',
         'What `DeviceGuard` does about an operation that mixes devices: move operands, '
         'warn, or stop; `None` for no guard.',
-        check=choice(*GUARD_POLICIES).or_none(' for no guard'),
+        check=choice(*GUARD_POLICIES, None),
     )
     check_r_consistency: bool = flag(
         False, 'Whether to warn of LoRA adapters that differ in rank.'

@@ -19,7 +19,7 @@ class WrapperOptions(Options):
         'Size of a message in MB; `None` for 5 where gradients pass through the host, 16 where '
         "its ranks share memory (less over several hosts), 8 on lazy devices, and PyTorch's own "
         'elsewhere.',
-        check=positive(zero=True).or_none(),
+        check=positive(zero=True),
     )
     grad_compression: str = option(
         'none',
@@ -33,5 +33,5 @@ class WrapperOptions(Options):
         'and parameters, or go on. A gradient scaler, which skips by itself, has precedence. '
         "`None` for `'stop'` where gradients pass through the host, at no cost, and for "
         "`'ignore'` elsewhere.",
-        check=choice('stop', 'ignore').or_none(),
+        check=choice('stop', 'ignore'),
     )

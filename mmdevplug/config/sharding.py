@@ -27,13 +27,13 @@ class ShardingOptions(Options):
     blocks: Optional[List[str]] = option(
         None,
         'Classes or modules that are gathered one at a time, whole; `None` finds them.',
-        check=_NAMES.or_none(' to find them'),
+        check=_NAMES,
     )
     ranks: Optional[int] = option(
         None,
         'Ranks that hold one copy of the model together, of which the others hold more copies; '
         '`None`: all ranks.',
-        check=whole(1).or_none(' for all ranks'),
+        check=whole(1),
     )
     reshard_after_forward: bool = flag(
         True,
@@ -44,7 +44,7 @@ class ShardingOptions(Options):
         None,
         "`'bf16'`: blocks are gathered and computed in bfloat16, gradients are averaged in "
         'float32; weights and optimizer stay as they are.',
-        check=choice('bf16').named("'bf16'").or_none(' to gather weights as they are'),
+        check=choice('bf16'),
     )
     offload: bool = flag(
         False,

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from mmdevplug.utils.patching import patch_symbol
-from mmdevplug.utils.torch_compat import asks_samplers_for_batches
+from mmdevplug.utils.torch_compat import ASKS_FOR_BATCHES
 
 
 class SeededBatch(list):
@@ -45,7 +45,7 @@ class WorkerInit:
         dataset = torch.utils.data.get_worker_info().dataset
         fetch = partial(_fetch_seeded, dataset, getattr(dataset, '__getitems__', None))
         # Only this process is changed.
-        if asks_samplers_for_batches():  # the fetcher looks for it on the object
+        if ASKS_FOR_BATCHES:  # the fetcher looks for it on the object
             dataset.__getitems__ = fetch
         else:
             patch_symbol(

@@ -1,6 +1,5 @@
 """Move gradients of custom functions back to the devices of their inputs."""
 
-import threading
 from typing import Any, List, Optional, Tuple
 
 import torch
@@ -8,8 +7,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from mmdevplug.utils.patching import OWN, Patch, patch_symbol
+from mmdevplug.utils.pytree import tensor_bytes
 
-from .moving import size_of
 from .stats import MoveStats, Site
 
 
@@ -22,26 +21,23 @@ class GradientReturns:
     :meth:`install` and :meth:`remove`.
     """
 
-    _lock = threading.Lock()
-    _installed: List['GradientReturns'] = []
-    _patch: Optional[Patch] = None
-
     def __init__(self, stats: MoveStats) -> None:
         self._stats = stats
+        #: One for each thread that has entered the guard.
+        self._patches: List[Patch] = []
 
     def install(self) -> None:
         """Start; calls can be nested."""
-        with self._lock:
-            if not self._installed:
-                GradientReturns._patch = patch_symbol(BackwardCFunction, 'apply', _apply, OWN)
-            self._installed.append(self)
+
+        def apply(node: torch.autograd.Function, *args: object) -> Any:
+            return self.return_gradients(node, patch.original(node, *args))
+
+        patch = patch_symbol(BackwardCFunction, 'apply', apply, OWN)
+        self._patches.append(patch)
 
     def remove(self) -> None:
-        """End; the last one restores autograd."""
-        with self._lock:
-            self._installed.remove(self)
-            if not self._installed and self._patch is not None:
-                self._patch.restore()
+        """End what was installed last."""
+        self._patches.pop().restore()
 
     def return_gradients(self, node: Any, gradients: object) -> Any:
         """Move the gradients of a node to the devices that the next nodes expect."""
@@ -54,16 +50,8 @@ class GradientReturns:
                 moved[i] = gradient.to(device)
                 changed = True
                 site = Site(type(node).__name__, '', 0, f'gradient {i}')
-                self._stats.add(site, 1, size_of(gradient))
+                self._stats.add(site, 1, tensor_bytes(gradient))
         return tuple(moved.values()) if changed else gradients
-
-
-def _apply(node: torch.autograd.Function, *args: object) -> Any:
-    assert GradientReturns._patch is not None
-    gradients = GradientReturns._patch.original(node, *args)
-    for returns in GradientReturns._installed[-1:]:
-        gradients = returns.return_gradients(node, gradients)
-    return gradients
 
 
 def _expected_devices(node: Any) -> List[Tuple[int, torch.device]]:

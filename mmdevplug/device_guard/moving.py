@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mmdevplug.accelerators import devices_of
+from mmdevplug.utils.pytree import tensor_bytes
 
 from .operands import Found, Place, replace_tensors
 from .rules import Call, is_written
@@ -46,13 +47,8 @@ def move_operands(call: Call, groups: Sequence[List[Found]]) -> Optional[Moves]:
         if key not in copies:
             copies[key] = tensor.to(target)
         new[place] = copies[key]
-    size = sum(size_of(copy) for copy in copies.values())
+    size = sum(tensor_bytes(copy) for copy in copies.values())
     return Moves(*replace_tensors(call.args, call.kwargs, new), len(copies), size)
-
-
-def size_of(tensor: Tensor) -> int:
-    """The bytes of a tensor."""
-    return tensor.numel() * tensor.element_size()
 
 
 def _target(call: Call, group: Sequence[Found]) -> Optional[torch.device]:
@@ -63,7 +59,7 @@ def _target(call: Call, group: Sequence[Found]) -> Optional[torch.device]:
     fixed = {each.tensor.device for each in group if is_written(call, each)}
     if fixed:
         return fixed.pop() if len(fixed) == 1 else None
-    sizes = {id(each.tensor): (each.tensor.device, size_of(each.tensor)) for each in group}
+    sizes = {id(each.tensor): (each.tensor.device, tensor_bytes(each.tensor)) for each in group}
     here = {
         device: sum(size for other, size in sizes.values() if other == device)
         for device in devices

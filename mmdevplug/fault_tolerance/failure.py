@@ -15,7 +15,7 @@ from torch import distributed as torch_dist
 from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, StagedError
-from mmdevplug.utils.torch_compat import LockedStore, lets_threads_share_stores
+from mmdevplug.utils.torch_compat import THREADS_SHARE_STORES, LockedStore
 
 from .abort import shorten_tracebacks
 from .failure_watch import FailureWatch
@@ -38,7 +38,7 @@ def watch_for_failures(
         env.master_addr, env.master_port, timeout=timeout, wait_for_workers=False
     )
     own = torch_dist.PrefixStore(f'{prefix}/watch', own)
-    if not lets_threads_share_stores():
+    if not THREADS_SHARE_STORES:
         own = LockedStore(own)
     PROCESS.watch = FailureWatch(store, own, env)
     atexit.register(PROCESS.watch.stop)

@@ -81,7 +81,8 @@ class LazyStaging:
         self._lock = threading.Lock()
         self._synchronize = False
         size = sum(p.numel() * p.element_size() for p in self.parameters)
-        # All buckets wait for backward, so a small last one hides nothing and costs its waiting.
+        # Sending begins after backward, for all buckets: a small last one would not overlap with
+        # it, but cost a message more. So all have about the same size.
         even = -(-size // max(1, round(size / BUCKET_BYTES)))
         self._bucket_bytes = bucket_bytes or even
         self._divided: Optional[Tuple[List[int], List[Bucket]]] = None

@@ -52,10 +52,8 @@ class MemoryHook(Hook):
     def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Sample memory now and then."""
         self._done += 1
-        if self._done in (1, SETTLED) or self._done % SAMPLE_INTERVAL == 0:
-            self._sample(runner)
-
-    def _sample(self, runner: AnyRunner) -> None:
+        if self._done not in (1, SETTLED) and self._done % SAMPLE_INTERVAL:
+            return
         accelerator, devices = rank_device()[0], rank_devices()
         of_workers, workers = self._measure_workers()
         used = self._process.memory_info().rss + of_workers
@@ -68,8 +66,15 @@ class MemoryHook(Hook):
         runner.message_hub.update_scalars(shown, resumed=False)
         if self._done == SETTLED:
             self._settled = used
-        elif self._settled is not None and _has_doubled(self._settled, used):
-            self._warn(runner, self._settled, used, workers)
+        elif self._settled is not None and used > self._settled + max(self._settled, LEAST_GROWTH):
+            of_workers = f' with its {workers} loader workers' if workers else ''
+            runner.logger.warning(
+                f'Host memory of rank {runner.rank}{of_workers} has doubled: '
+                f'{self._settled // MB} MB in iteration {SETTLED} of this run, {used // MB} MB '
+                f'now. If it does not grow with num_workers=0 (and persistent_workers=False), the '
+                f'dataset or its transforms keep what they load. Otherwise memray or tracemalloc '
+                f'names the lines that allocate it.'
+            )
             self._settled = None
 
     def _measure_workers(self) -> Tuple[int, int]:
@@ -94,17 +99,3 @@ class MemoryHook(Hook):
                     self._spent += perf_counter() - began
                 held += anonymous - self._inherited[pid]
         return held, len(running)
-
-    @staticmethod
-    def _warn(runner: AnyRunner, before: int, used: int, workers: int) -> None:
-        of_workers = f' with its {workers} loader workers' if workers else ''
-        runner.logger.warning(
-            f'Host memory of rank {runner.rank}{of_workers} has doubled: {before // MB} MB in '
-            f'iteration {SETTLED} of this run, {used // MB} MB now. If it does not grow with '
-            f'num_workers=0 (and persistent_workers=False), the dataset or its transforms keep '
-            f'what they load. Otherwise memray or tracemalloc names the lines that allocate it.'
-        )
-
-
-def _has_doubled(before: int, used: int) -> bool:
-    return used >= 2 * before and used - before > LEAST_GROWTH

@@ -55,7 +55,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
     if not misplaced_tensors(module, device):
         set_preprocessor_devices(module, device)
         return module
-    shared, plan = _shared_slots(module), plan_of(module)
+    shared, plan = _shared_slots(module), getattr(module, 'device_plan', None)
     with keep_parameters(module):
         if plan is None:
             module.to(device)
@@ -79,7 +79,8 @@ def misplaced_tensors(module: nn.Module, device: torch.device) -> Dict[str, torc
     Where the module has a plan, parameters and buffers that are not where the plan has them.
     """
     found = {}
-    for name, tensor, _ in misplaced_by_plan(module, plan_of(module), device):
+    plan = getattr(module, 'device_plan', None)  # that it was dispatched by
+    for name, tensor, _ in misplaced_by_plan(module, plan, device):
         found[name] = tensor.device
     for name, part in module.named_modules():
         if _is_preprocessor(part) and not same_device(part.device, device):
@@ -98,11 +99,6 @@ def same_device(one: torch.device, other: torch.device) -> bool:
     """Whether two devices are the same; a missing index stands for 0, as the CPU has none."""
     one, other = torch.device(one), torch.device(other)
     return one.type == other.type and (one.index or 0) == (other.index or 0)
-
-
-def plan_of(model: nn.Module) -> Any:
-    """The plan that a model was dispatched by, None for a model on a single device."""
-    return getattr(model, 'device_plan', None)
 
 
 def misplaced_by_plan(

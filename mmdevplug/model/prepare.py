@@ -16,7 +16,7 @@ from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.torch_compat import checkpoints_any_generator
+from mmdevplug.utils.torch_compat import CHECKPOINTS_ANY_GENERATOR
 
 from .move import check_materialized, move_module, weights_on_host
 from .norm_layers import check_sync_bn, convert_norm_layers
@@ -96,7 +96,7 @@ def place_model(
 
 def _warn_of_checkpointed_dropout(model: nn.Module) -> None:
     """Name layers whose gradients are wrong because PyTorch runs them again with other numbers."""
-    if checkpoints_any_generator():
+    if CHECKPOINTS_ANY_GENERATOR:
         return
     found = [
         f'{outer}.{name}'.strip('.')

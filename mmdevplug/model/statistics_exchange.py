@@ -14,13 +14,6 @@ from mmdevplug.utils.annotations import AnyGroup
 HALF = (torch.float16, torch.bfloat16)
 
 
-class LocalStatistics(NamedTuple):
-    """Statistics of one layer's input on this rank."""
-
-    values: Tensor  # mean and sum of squared deviations, of shape (2, C)
-    count: int  # values per channel
-
-
 class CombinedStatistics(NamedTuple):
     """Statistics of one layer's inputs on all ranks."""
 
@@ -46,10 +39,10 @@ class StatisticsExchange:
             accelerator, backend_of(group)
         )
 
-    def combine(self, local: LocalStatistics, eps: float) -> CombinedStatistics:
-        """Gather and combine the statistics of all ranks."""
-        fetched = self._fetch(local.values)
-        message = torch.cat([fetched.new_full((1,), local.count), fetched.reshape(-1)])
+    def combine(self, values: Tensor, count: int, eps: float) -> CombinedStatistics:
+        """Gather and combine the statistics of all ranks, see :func:`local_statistics`."""
+        fetched = self._fetch(values)
+        message = torch.cat([fetched.new_full((1,), count), fetched.reshape(-1)])
         rows = message.new_empty(self.world_size, message.numel())
         torch_dist.all_gather(list(rows.unbind()), message, group=self.group)
         statistics = rows[:, 1:].reshape(self.world_size, 2, -1)
@@ -80,20 +73,23 @@ class StatisticsExchange:
         return sent
 
 
-def local_statistics(inputs: Tensor) -> LocalStatistics:
-    """Compute the statistics of a batch; those of an empty one are zeros."""
+def local_statistics(inputs: Tensor) -> Tuple[Tensor, int]:
+    """Compute the statistics of a batch on this rank; those of an empty one are zeros.
+
+    These are the mean and the sum of squared deviations, of shape (2, C), and the number of values
+    per channel.
+    """
     dtype = torch.float32 if inputs.dtype in HALF else inputs.dtype
     channels = inputs.shape[1]
     count = inputs.numel() // max(channels, 1)
     if count == 0:
-        zeros = torch.zeros(2, channels, dtype=dtype, device=inputs.device)
-        return LocalStatistics(zeros, 0)
+        return torch.zeros(2, channels, dtype=dtype, device=inputs.device), 0
     values = inputs.detach().to(dtype)
     dims = all_but_channels(inputs)
     mean = values.mean(dims)
     deviations = values - per_channel(mean, inputs)
     squares = (deviations * deviations).sum(dims)
-    return LocalStatistics(torch.stack([mean, squares]), count)
+    return torch.stack([mean, squares]), count
 
 
 def combine_statistics(counts: Tensor, means: Tensor, squares: Tensor) -> Tuple[Tensor, Tensor]:

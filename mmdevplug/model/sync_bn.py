@@ -66,7 +66,7 @@ class DeviceSyncBatchNorm(_BatchNorm):
         exchange = StatisticsExchange(self._accelerator(), group, input.device)
         exchange.layer_name = self.layer_name
         with torch.no_grad():
-            statistics = exchange.combine(local_statistics(input), self.eps)
+            statistics = exchange.combine(*local_statistics(input), self.eps)
             self._check_total(statistics.total)
             if self.track_running_stats:
                 self._update_running(statistics.mean, statistics.unbiased, statistics.total)

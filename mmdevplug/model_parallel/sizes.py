@@ -9,7 +9,7 @@ from torch import nn
 
 from mmdevplug.errors import PlacementError, first_line
 
-from .walk_modules import named_tensors, prefixes, tensor_bytes
+from .walk_modules import named_tensors, prefixes
 
 #: Counted where nothing names another one.
 DEFAULT_OPTIMIZER = 'adamw'
@@ -116,7 +116,8 @@ def module_sizes(
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        size = tensor_bytes(tensor, kind)
+        cast = kind is not None and tensor.is_floating_point()
+        size = tensor.numel() * (torch.empty((), dtype=kind) if cast else tensor).element_size()
         if not isinstance(tensor, nn.Parameter):
             _add(sizes.buffers, name, size)
             continue

@@ -3,7 +3,6 @@
 from functools import lru_cache
 from typing import Any, Container, Dict, Iterable, List, Optional, Tuple
 
-import torch
 from torch import Tensor, nn
 
 
@@ -45,13 +44,6 @@ def tied_names(tensors: Iterable[Tuple[str, Tensor]]) -> List[List[str]]:
 def class_or_own(module: nn.Module, name: str) -> Any:
     """An attribute that a class or its instance may have; ``getattr`` is slow where none has."""
     return vars(module).get(name) or getattr(type(module), name, None)
-
-
-def tensor_bytes(tensor: Tensor, dtype: Optional[torch.dtype] = None) -> int:
-    """Bytes of a tensor, were it cast to ``dtype`` (which integers are not)."""
-    if dtype is None or not tensor.is_floating_point():
-        return tensor.numel() * tensor.element_size()
-    return tensor.numel() * torch.empty((), dtype=dtype, device='cpu').element_size()
 
 
 @lru_cache(maxsize=1 << 16)

@@ -33,7 +33,6 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
             and ignores any other value with a warning. Defaults to ``'dynamic'``.
         dtype (str or torch.dtype, optional): ``'bfloat16'`` or ``'float16'``. Defaults to None:
             that of the accelerator, bfloat16 on the CPU and XLA and float16 on a T20 GCU.
-        use_fsdp (bool): Only False, the default, works here.
         **kwargs: See :class:`mmengine.optim.OptimWrapper`.
 
     Raises:
@@ -48,19 +47,12 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         self,
         loss_scale: Union[str, float, Dict[str, Any]] = 'dynamic',
         dtype: Optional[Union[str, torch.dtype]] = None,
-        use_fsdp: bool = False,
         **kwargs: object,
     ) -> None:
         # Not AmpOptimWrapper's, which asserts that there is a device of MMEngine's list.
         OptimWrapper.__init__(self, **kwargs)
         self.accelerator, self.device = rank_device()
         patch_autocast(self.accelerator)
-        if use_fsdp:
-            raise ModelError(
-                f'optim_wrapper.use_fsdp={use_fsdp!r}: expected False on accelerator '
-                f"{self.accelerator.name!r}. PyTorch's sharded gradient scaler is for CUDA; "
-                f'remove the key, and use data parallel training.'
-            )
         self.precision = self.accelerator.precision  # torch.compile cannot trace a cached property
         self.cast_dtype = _read_dtype(dtype, self.valid_dtypes) or self.precision.dtype
         options = _read_loss_scale(loss_scale)

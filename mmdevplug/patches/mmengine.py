@@ -131,22 +131,23 @@ def _patch_instance_data() -> None:
     )
 
 
-class _SafeLoader:
-    """A loader of MMEngine's ``CheckpointLoader`` that runs no code of a file."""
+def _safely(loader: Any) -> Callable:
+    """Let a loader of MMEngine's ``CheckpointLoader`` run no code of a file."""
 
-    def __init__(self, loader: Callable) -> None:
-        self.loader, self.__name__ = loader, loader.__name__
-
-    def __call__(self, filename: str, *args: object, **kwargs: object) -> Any:
+    @wraps(loader)
+    def load(filename: str, *args: object, **kwargs: object) -> Any:
         with safe_loading(filename):
-            return self.loader(filename, *args, **kwargs)
+            return loader(filename, *args, **kwargs)
+
+    load.of_mmengine = loader  # type: ignore[attr-defined]
+    return load
 
 
 def _register_loaders(safe: bool) -> None:
     """Register MMEngine's loaders of checkpoints anew, safe or as they were."""
     for prefix, loader in list(CheckpointLoader._schemes.items()):
-        own = loader.loader if isinstance(loader, _SafeLoader) else loader
-        CheckpointLoader.register_scheme(prefix, _SafeLoader(own) if safe else own, force=True)
+        own = getattr(loader, 'of_mmengine', loader)
+        CheckpointLoader.register_scheme(prefix, _safely(own) if safe else own, force=True)
 
 
 def _in_own_memory(update: Callable) -> Callable:

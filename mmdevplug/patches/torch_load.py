@@ -13,6 +13,7 @@ import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from typing import Any, Callable, Iterator, List, Optional, Sequence
 
 import numpy as np
@@ -24,8 +25,8 @@ from mmengine.utils import get_object_from_string
 
 from mmdevplug.errors import CheckpointError, DevPlugError, first_line
 from mmdevplug.utils.file_kinds import describe_no_checkpoint
-from mmdevplug.utils.patching import LocalPatch
-from mmdevplug.utils.torch_compat import allows_renamed_classes, takes_weights_only
+from mmdevplug.utils.patching import OWN, patch_symbol
+from mmdevplug.utils.torch_compat import ALLOWS_RENAMED_CLASSES, TAKES_WEIGHTS_ONLY
 
 # NumPy 2 moved it; 1.26 has an empty package in the new place.
 _core = getattr(np, '_core', None)
@@ -37,25 +38,6 @@ _BUILTINS = (
     *(str, tuple),
 )
 _NUMPY_DTYPES = '?bhilqBHILQefdFDSUmM'  # NumPy's codes of bool, numbers, texts and times
-
-
-def allowed_classes() -> List[Any]:
-    """The classes in MMEngine's checkpoints, besides tensors and plain values."""
-    return [
-        *_trusted,
-        *_BUILTINS,
-        Counter,
-        OrderedDict,
-        defaultdict,
-        deque,
-        ConfigDict,
-        HistoryBuffer,
-        np.ndarray,
-        np.dtype,
-        _multiarray._reconstruct,
-        _multiarray.scalar,
-        *dict.fromkeys(map(type, map(np.dtype, _NUMPY_DTYPES))),
-    ]
 
 
 def _one_cycle(*_: object) -> None:
@@ -92,6 +74,21 @@ _REPLACED = {
     'torch_gcu.core.pytorch_override._rebuild_device_tensor_from_numpy_gcu': _rebuild_on_host,
 }
 
+#: What MMEngine's checkpoints hold besides tensors and plain values; NumPy's functions also by the
+#: names that older and newer releases of it write.
+_ALLOWED = [
+    *_BUILTINS,
+    *(Counter, OrderedDict, defaultdict, deque, ConfigDict, HistoryBuffer, np.ndarray, np.dtype),
+    *(_multiarray._reconstruct, _multiarray.scalar),
+    *dict.fromkeys(type(np.dtype(code)) for code in _NUMPY_DTYPES),
+    *(
+        (function, f'{module}.multiarray.{function.__name__}')
+        for function in (_multiarray._reconstruct, _multiarray.scalar)
+        for module in ('numpy.core', 'numpy._core')
+    ),
+    *zip(_REPLACED.values(), _REPLACED),
+]
+#: Classes that users trust.
 _trusted: List[Any] = []
 
 
@@ -111,9 +108,6 @@ def trust_classes(names: Sequence[str]) -> None:
             _trusted.append(found)
 
 
-_patch = LocalPatch(torch, 'load')
-#: Whether loads in this context are safe even if the caller passes ``weights_only=False``.
-_forced: ContextVar[bool] = ContextVar('forced', default=False)
 #: The checkpoint that was read last, to name it when it does not fit.
 _last_read: ContextVar[str] = ContextVar('last_read', default='given')
 #: Guards the classes that PyTorch allows, which it has once in a process.
@@ -122,7 +116,7 @@ _process_wide = threading.RLock()
 
 @contextmanager
 def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
-    """Let ``torch.load`` accept MMEngine's classes and no others in this context and thread.
+    """Let ``torch.load`` accept MMEngine's classes and no others in this context, for its thread.
 
     Others raise CheckpointError, which names the first. Calls with ``weights_only=False`` or a
     ``pickle_module`` are made safe, too, if ``forced``, and whatever cannot be read raises
@@ -130,21 +124,24 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
     """
     opened: List[str] = []
     failures: List[Exception] = []
+    thread: Optional[int] = threading.get_ident()
 
-    def load(original: Callable, f: object, *args: object, **kwargs: object) -> Any:
+    @wraps(torch.load)
+    def load(f: object, *args: object, **kwargs: object) -> Any:
+        if threading.get_ident() != thread:
+            return patch.original(f, *args, **kwargs)
         if isinstance(f, (str, os.PathLike)):
             opened.append(str(f))
         try:
-            return _load_safely(original, f, *args, **kwargs)
+            # Of a context around this one, if there is any: what that forces holds here, too.
+            return _load_safely(patch.original, forced, f, *args, **kwargs)
         except Exception as error:
             failures.append(error)
             raise
 
-    # A context inside a forced one is forced.
-    token = _forced.set(forced or _forced.get())
+    patch = patch_symbol(torch, 'load', load, OWN)
     try:
-        with _patch(load):
-            yield
+        yield
         if forced:
             _last_read.set(filename)
     except Exception as error:
@@ -166,12 +163,13 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
             raise
         raise CheckpointError(_describe_unreadable(path, error)) from error
     finally:
-        _forced.reset(token)
+        patch.restore()
+        thread = None  # whoever has kept this function gets PyTorch's
 
 
 def refused_names(file: Any) -> List[str]:
     """Return the names of classes and functions in a written file that are not loaded."""
-    if not allows_renamed_classes():
+    if not ALLOWS_RENAMED_CLASSES:
         return []  # before 2.6 files load as in MMEngine
     with _allowing():
         file = file if isinstance(file, str) else io.BytesIO(file.getvalue())
@@ -202,6 +200,7 @@ def _describe_unreadable(path: str, error: Exception) -> str:
 
 def _load_safely(
     load: Callable,
+    forced: bool,
     f: object,
     map_location: object = None,
     pickle_module: object = None,
@@ -210,9 +209,9 @@ def _load_safely(
     """``torch.load`` with a list of allowed classes, which no environment variable disables."""
     weights_only = options.pop('weights_only', None)
     asks_for_code = weights_only is False or (weights_only is None and pickle_module is not None)
-    if asks_for_code and not _forced.get() or not allows_renamed_classes():
+    if asks_for_code and not forced or not ALLOWS_RENAMED_CLASSES:
         # Before 2.6 PyTorch cannot be told which classes are MMEngine's: files load as there.
-        if weights_only is not None and takes_weights_only():
+        if weights_only is not None and TAKES_WEIGHTS_ONLY:
             options['weights_only'] = weights_only
         # Before PyTorch 1.13 its default is the module `pickle`, and None an error.
         module = () if pickle_module is None else (pickle_module,)
@@ -227,19 +226,9 @@ def _allowing() -> Iterator[None]:
     with _process_wide:
         # Classes that were allowed before stay allowed afterwards.
         known = torch.serialization.get_safe_globals()
-        added = [each for each in _allowed_with_names() if each not in known]
+        added = [each for each in (*_trusted, *_ALLOWED) if each not in known]
         with torch.serialization.safe_globals(added):
             yield
-
-
-def _allowed_with_names() -> List[Any]:
-    """:func:`allowed_classes`, and functions by the names that older and newer NumPy write."""
-    renamed = [
-        (function, f'{module}.{function.__name__}')
-        for function in (_multiarray._reconstruct, _multiarray.scalar)
-        for module in ('numpy.core.multiarray', 'numpy._core.multiarray')
-    ]
-    return [*allowed_classes(), *renamed, *zip(_REPLACED.values(), _REPLACED)]
 
 
 def _first_refused(error: Exception) -> Optional[str]:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from mmdevplug.utils.patching import patch_symbol
-from mmdevplug.utils.torch_compat import names_lazy_tensors
+from mmdevplug.utils.torch_compat import NAMES_LAZY_TENSORS
 
 
 def patch_tensor_methods() -> None:
     """Patch ``Tensor.type`` and ``index_select`` for tensors of torch_xla."""
     patch_symbol(Tensor, 'type', _casting(Tensor.type))
-    for owner in (Tensor, torch) if names_lazy_tensors() else ():  # not on a T20
+    for owner in (Tensor, torch) if NAMES_LAZY_TENSORS else ():  # not on a T20
         patch_symbol(owner, 'index_select', _selecting(owner.index_select))
 
 

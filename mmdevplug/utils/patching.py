@@ -5,13 +5,8 @@ Every replacement goes through :func:`patch_symbol`, and stands with its reason 
 """
 
 import threading
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import wraps
 from types import FunctionType, ModuleType
-from typing import Any, Callable, Iterator, List, Optional
-
-Handler = Callable[..., Any]
+from typing import Any, List
 
 #: When patches end: with the next job or ``restore_mmengine()``, with the latter alone, or where
 #: the code that made one restores it, if ever.
@@ -92,7 +87,7 @@ def full_name(owner: Any) -> str:
 
 def _read(owner: object, name: str) -> Any:
     if isinstance(owner, FunctionType):
-        return _cell(owner, name).cell_contents
+        return owner.__closure__[owner.__code__.co_freevars.index(name)].cell_contents
     # Not getattr(): a class holds the classmethod, not the bound method.
     if isinstance(owner, type) and hasattr(owner, name):
         return vars(owner).get(name, _INHERITED)
@@ -101,60 +96,8 @@ def _read(owner: object, name: str) -> Any:
 
 def _write(owner: object, name: str, value: object) -> None:
     if isinstance(owner, FunctionType):
-        _cell(owner, name).cell_contents = value
+        owner.__closure__[owner.__code__.co_freevars.index(name)].cell_contents = value
     elif value is _INHERITED:
         delattr(owner, name)
     else:
         setattr(owner, name, value)
-
-
-def _cell(function: FunctionType, name: str) -> Any:
-    return (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
-
-
-class LocalPatch:
-    """Replace a function within contexts; other contexts and threads get the original.
-
-    The last context that ends restores the original, also if contexts of several threads overlap
-    or one ends with an error.
-
-    Examples:
-        >>> patch = LocalPatch(torch, 'load')
-        >>> with patch(lambda load, *args, **kwargs: load(*args, **{**kwargs, 'mmap': True})):
-        ...     model.init_weights()
-    """
-
-    def __init__(self, owner: object, name: str) -> None:
-        self._owner, self._name = owner, name
-        self._handler: ContextVar[Optional[Handler]] = ContextVar(name, default=None)
-        self._lock, self._users = threading.Lock(), 0
-        self._patch: Any = None
-
-    @contextmanager
-    def __call__(self, handler: Handler) -> Iterator[None]:
-        """Pass calls to a handler, which gets the original function and its arguments."""
-        with self._lock:
-            if self._users == 0:
-                self._install()
-            self._users += 1
-        token = self._handler.set(handler)
-        try:
-            yield
-        finally:
-            self._handler.reset(token)
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    self._patch.restore()
-
-    def _install(self) -> None:
-        original = getattr(self._owner, self._name)
-
-        @wraps(original, updated=())
-        def dispatch(*args: object, **kwargs: object) -> Any:
-            handler = self._handler.get()
-            if handler is None:
-                return original(*args, **kwargs)
-            return handler(original, *args, **kwargs)
-
-        self._patch = patch_symbol(self._owner, self._name, dispatch, OWN)

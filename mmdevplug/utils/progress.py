@@ -1,10 +1,9 @@
 """Show that long work goes on by a line now and then."""
 
-import sys
 import time
 from contextlib import contextmanager
 from threading import Event, Thread
-from typing import Any, Callable, Iterator
+from typing import Callable, Iterator, Optional
 
 from .logs import log as write_log
 
@@ -12,12 +11,8 @@ from .logs import log as write_log
 IN_LOG = (5.0, 20.0)
 
 
-def _write_line(line: str) -> None:
-    print(f'mmdevplug: {line}', file=sys.stderr, flush=True)
-
-
 @contextmanager
-def show_progress(doing: str, log: Callable[[str], None] = _write_line) -> Iterator[None]:
+def show_progress(doing: str, log: Optional[Callable[[str], None]] = None) -> Iterator[None]:
     """Show what takes long while it runs, e.g. "planning llama.py, 40 s so far", on rank 0 alone.
 
     Nothing is shown of short work. A thread prints, and ends with the work: functions that hold
@@ -25,7 +20,7 @@ def show_progress(doing: str, log: Callable[[str], None] = _write_line) -> Itera
 
     Args:
         doing (str): What goes on, as the start of a sentence.
-        log (callable): Takes lines. Defaults to the standard error.
+        log (callable): Takes lines. Defaults to None: the log, for work inside a training.
     """
     from torch import distributed as torch_dist  # here: the command does without PyTorch
 
@@ -33,18 +28,15 @@ def show_progress(doing: str, log: Callable[[str], None] = _write_line) -> Itera
         yield
         return
     done = Event()
-    thread = Thread(target=_show, args=(doing, log, done), name='mmdevplug-progress', daemon=True)
+    thread = Thread(
+        target=_show, args=(doing, log or write_log, done), name='mmdevplug-progress', daemon=True
+    )
     thread.start()
     try:
         yield
     finally:
         done.set()
         thread.join()
-
-
-def log_progress(doing: str) -> Any:
-    """Call :func:`show_progress` with lines for the log, for work inside a training."""
-    return show_progress(doing, write_log)
 
 
 def _show(doing: str, log: Callable[[str], None], done: Event) -> None:

@@ -25,18 +25,27 @@ def is_at_least(release: str) -> bool:
     return found >= list(map(int, release.split('.')))
 
 
-def asks_samplers_for_batches() -> bool:
-    """Whether a data loader asks its data set for ``__getitems__``: from PyTorch 1.13 on."""
-    return is_at_least('1.13.0')
-
-
-def lets_threads_share_stores() -> bool:
-    """Whether several threads may use one connection of a ``TCPStore``: from PyTorch 1.11 on."""
-    return is_at_least('1.11.0')
+# Each is true from the release on that it names.
+#: Whether a data loader asks its data set for ``__getitems__``.
+ASKS_FOR_BATCHES = is_at_least('1.13.0')
+#: Whether several threads may use one connection of a ``TCPStore``.
+THREADS_SHARE_STORES = is_at_least('1.11.0')
+#: Whether a store's ``get`` holds the interpreter's lock for its result. Before, it creates a
+#: Python object without the lock, and ends in a segmentation fault when another thread runs Python
+#: meanwhile (pytorch#26475).
+GETS_BYTES_SAFELY = is_at_least('1.12.0')
+#: Whether checkpointed segments keep random states of any device.
+CHECKPOINTS_ANY_GENERATOR = is_at_least('2.1.0')
+#: Whether ``tensor.type()`` has a name for tensors of ``xla``.
+NAMES_LAZY_TENSORS = is_at_least('2.0.0')
+#: Whether ``torch.load`` has an argument ``weights_only``.
+TAKES_WEIGHTS_ONLY = is_at_least('1.13.0')
+#: Whether ``weights_only`` takes classes under other names.
+ALLOWS_RENAMED_CLASSES = is_at_least('2.6.0')
 
 
 class LockedStore:
-    """A store for several threads, as PyTorch's own is where ``lets_threads_share_stores``.
+    """A store for several threads, as PyTorch's own is where ``THREADS_SHARE_STORES``.
 
     Without a lock the answers of PyTorch 1.10 reach the wrong thread, which hangs or reads bytes
     of a value as its length (``std::bad_alloc``).
@@ -58,15 +67,6 @@ class LockedStore:
             return self._store.add(key, amount)
 
 
-def _gets_bytes_safely() -> bool:
-    """Whether a store's ``get`` holds the interpreter's lock for its result: PyTorch 1.12 on.
-
-    Before, it creates a Python object without the lock, and ends in a segmentation fault when
-    another thread runs Python meanwhile (pytorch#26475).
-    """
-    return is_at_least('1.12.0')
-
-
 #: Bytes in one number of a store, whose ``add`` returns 64 bits with a sign.
 _CHUNK = 7
 #: How long a text may take that its writer has announced.
@@ -75,7 +75,7 @@ _TEXT_SECONDS = 60
 
 def set_text(store: 'torch_dist.Store', key: str, text: str) -> None:
     """Set a key of a store to a text, for :func:`get_text`."""
-    if _gets_bytes_safely():
+    if GETS_BYTES_SAFELY:
         store.set(key, text)
         return
     # As numbers, which `add` reads safely; in turn in two places, so that a reader of the last
@@ -93,7 +93,7 @@ def set_text(store: 'torch_dist.Store', key: str, text: str) -> None:
 
 def get_text(store: 'torch_dist.Store', key: str) -> str:
     """Read what :func:`set_text` wrote under a key, or is about to write."""
-    if _gets_bytes_safely():
+    if GETS_BYTES_SAFELY:
         return store.get(key).decode()
     deadline = time.monotonic() + _TEXT_SECONDS
     while True:
@@ -123,21 +123,6 @@ def import_version_module() -> None:
         import_module('distutils.version')
 
 
-def checkpoints_any_generator() -> bool:
-    """Whether checkpointed segments keep random states of any device: from PyTorch 2.1 on."""
-    return is_at_least('2.1.0')
-
-
-def names_lazy_tensors() -> bool:
-    """Whether ``tensor.type()`` has a name for tensors of ``xla``: in PyTorch 2, not in 1.10."""
-    return is_at_least('2.0.0')
-
-
-def takes_weights_only() -> bool:
-    """Whether ``torch.load`` has an argument ``weights_only``: from PyTorch 1.13 on."""
-    return is_at_least('1.13.0')
-
-
 def get_global_rank(group: AnyGroup, rank: int) -> int:
     """The rank in the whole job of a rank of a group: a public function from PyTorch 1.13 on."""
     if group is None or group is torch_dist.group.WORLD:
@@ -145,11 +130,6 @@ def get_global_rank(group: AnyGroup, rank: int) -> int:
     if is_at_least('1.13.0'):
         return torch_dist.get_global_rank(group, rank)
     return torch_dist.distributed_c10d._get_global_rank(group, rank)
-
-
-def allows_renamed_classes() -> bool:
-    """Whether ``weights_only`` takes classes under other names: from PyTorch 2.6 on."""
-    return is_at_least('2.6.0')
 
 
 def decomposition_of(operator: str) -> Optional[Callable]:

@@ -1,7 +1,5 @@
 """Versions that do not go together, and packages that cannot be imported."""
 
-from importlib import metadata
-
 import pytest
 import torch
 
@@ -61,11 +59,9 @@ def test_a_vendors_package_that_breaks_torch_is_the_only_error(tmp_path):
     done, report = examined(tmp_path, paths=[tmp_path])
     assert done.returncode == 1
     (error,) = [found for found in report['findings'] if found['level'] == 'error']
-    assert 'import torch fails because of the package torch-acme' in error['found']
+    assert 'backend extension: acme' in error['found']
+    assert 'TORCH_DEVICE_BACKEND_AUTOLOAD=0' in error['found']
     assert symbol in error['found']
-    release = metadata.version('torch')
-    assert f'asks for torch==2.1.*; installed is torch {release}' in error['why']
-    assert 'pip uninstall torch-acme' in error['remedy']
 
 
 def test_mmcv_without_operators(tmp_path, monkeypatch):

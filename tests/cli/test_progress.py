@@ -53,17 +53,6 @@ def test_an_error_ends_the_lines(quick):
     assert not threads()
 
 
-def test_lines_go_to_the_standard_error(quick, capfd):
-    printed = []
-
-    def has_printed():
-        printed.append(capfd.readouterr().err)
-        return 'mmdevplug: planning a model, 0 s so far\n' in ''.join(printed)
-
-    with show_progress('planning a model'):
-        wait_for(has_printed)
-
-
 def test_ranks_but_the_first_are_silent(quick, monkeypatch):
     for name, value in dict(is_initialized=True, get_rank=1).items():
         monkeypatch.setattr(f'torch.distributed.{name}', lambda value=value: value)

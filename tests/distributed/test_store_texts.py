@@ -14,7 +14,7 @@ from mmdevplug.utils.torch_compat import get_text, set_text
 def store(request, monkeypatch):
     """A store and a second connection to it."""
     if request.param != 'this':
-        monkeypatch.setattr(torch_compat, '_gets_bytes_safely', lambda: False)
+        monkeypatch.setattr(torch_compat, 'GETS_BYTES_SAFELY', False)
     master = torch_dist.TCPStore('127.0.0.1', 0, 1, True, timedelta(seconds=20))
     other = torch_dist.TCPStore('127.0.0.1', master.port, 1, False, timedelta(seconds=20))
     return torch_dist.PrefixStore('here', master), torch_dist.PrefixStore('here', other)

@@ -92,7 +92,7 @@ def share_the_connection(locked):
     from mmdevplug.fault_tolerance import failure
 
     if locked:
-        failure.lets_threads_share_stores = lambda: False
+        failure.THREADS_SHARE_STORES = False
     rank, watch = start()
     wrong = []
 

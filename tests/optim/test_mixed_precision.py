@@ -158,7 +158,6 @@ def test_state_is_loaded_across_a_change_of_precision_either_way(on_cpu):
         (dict(loss_scale=float('nan')), r'optim_wrapper.loss_scale=nan'),
         (dict(loss_scale=True), r'optim_wrapper.loss_scale=True'),
         (dict(loss_scale=None), r'optim_wrapper.loss_scale=None'),
-        (dict(use_fsdp=True), r'optim_wrapper.use_fsdp=True: expected False'),
         pytest.param(
             dict(dtype='float16', loss_scale=dict(scale=2.0)),
             r"'scale'.*init_scale",

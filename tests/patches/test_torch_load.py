@@ -14,7 +14,6 @@ from torch import nn
 
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
-from mmdevplug.utils.patching import LocalPatch
 from tests.jobs import load_file, torch_before
 
 _ORIGINAL = torch.load
@@ -224,14 +223,11 @@ def test_a_models_own_initialization(files, tmp_path):
 
 
 def test_a_function_put_around_ours_stays():
-    patch = LocalPatch(torch, 'load')
     with pytest.MonkeyPatch.context() as undo:
         undo.setattr(torch, 'load', _ORIGINAL)
-        with patch(lambda load, *args: 'ours'):
+        with safe_loading('x'):
             ours = torch.load
-            torch.load = lambda *args: ours(*args)
-            assert torch.load('x') == 'ours'
-            theirs = torch.load
+            torch.load = theirs = lambda *args: ours(*args)
         assert torch.load is theirs
         with pytest.raises(FileNotFoundError):
             torch.load('/does/not/exist')

@@ -1,6 +1,7 @@
 """Copy tensors of a lazy device to the host within a forward pass, all in one call.
 
-Gradients go back in one call, too, and in an order that chance does not change.
+Gradients go back in one call, too, and in the same order in every step: each other order of
+additions would be a new graph to compile.
 """
 
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -15,7 +16,8 @@ from mmdevplug.accelerators import Accelerator, devices_of
 class _ToHost(torch.autograd.Function):
     """Copy tensors to the host in one call, and their gradients to the device in another.
 
-    Behind the tensors are anchors, see :class:`HostCopies`, that wait for these gradients.
+    The last inputs are anchors of earlier copies, see :class:`HostCopies`: they get a gradient
+    from this backward, so autograd runs that of the earlier copies after it.
     """
 
     @staticmethod
@@ -49,11 +51,13 @@ class _ToHost(torch.autograd.Function):
 
 
 class _Together(torch.autograd.Function):
-    """Let the gradients of tensors of a device begin together, in the thread of the device.
+    """Pass the gradients of several device tensors on at the same time.
 
-    They come from the thread of the host one by one. If the first began before the last is there,
-    chance would order the sums of gradients, and another order is another graph. They wait for
-    what is computed from the last output, a number on the host, too.
+    Autograd's thread of the host delivers these gradients one by one, and the thread of the device
+    would add each to others as soon as it arrives. Then the order of the additions varies from
+    step to step, and a lazy device compiles a new graph for each order. Autograd calls this
+    backward when all gradients are there, that of the last output (the anchor, a number on the
+    host) included.
     """
 
     @staticmethod
@@ -98,7 +102,8 @@ class HostCopies:
         if not tensors:
             return
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        # Chance must not order gradients: those of earlier copies wait for these.
+        # Gradients of earlier copies wait for these, or the order of additions would vary between
+        # steps, and the device would compile a graph for each order.
         earlier = [*self.anchors[::-1], *self._earlier] if wanted else []
         together = dict(zip(map(id, wanted), self._together(wanted)))
         sources = [together.get(id(tensor), tensor) for tensor in tensors]

@@ -56,7 +56,8 @@ class _Masks:
     def _fetch(self, _: nn.Module, __: Any, output: Any) -> Any:
         if not self._active:
             return output
-        # Gradients of earlier copies wait for those of later ones: chance must not order them.
+        # Gradients of earlier copies wait for those of later ones: a varying order of additions
+        # would be a new graph each time.
         copies = HostCopies(current_accelerator(), tensors_in(output), self.losses.anchors)
         self.losses.anchors = copies.anchors or self.losses.anchors
         return replace_parts(output, copies.of)

@@ -35,9 +35,11 @@ def materialize_predictions(
         predicts()
 
     def settle(*_: object) -> None:
-        """Run what made the weights before the first prediction, else its graph is another.
+        """Run the operations that made the weights before the first prediction.
 
-        Not after training, which ran it: each run may advance the device's random numbers.
+        Otherwise the graph of the first prediction contains them, and the second prediction
+        compiles another graph. If training comes first, its first step removes this hook: an
+        execution more may advance the device's random numbers.
         """
         before.remove()
         predicts()

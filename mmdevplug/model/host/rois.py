@@ -143,7 +143,8 @@ class Steps:
     def fetch_outputs(self, outputs: Any) -> HostCopies:
         """Fetch the outputs of a network, whose gradients wait for those of later networks.
 
-        Otherwise chance would order networks in graphs of gradients.
+        Otherwise the order of networks in backward would vary between steps, and each order would
+        be a new graph to compile.
         """
         copies = HostCopies(current_accelerator(), tensors_in(outputs))
         self._anchors += copies.anchors
@@ -177,7 +178,7 @@ class _Opened(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Any) -> Tuple[Any, ...]:
         outputs, gradients = [], []
-        for number in sorted(ctx.waiting):  # an order of chance would be another graph
+        for number in sorted(ctx.waiting):  # any other order is another graph to compile
             for output, gradient in zip(*ctx.waiting.pop(number)):
                 outputs.append(output)
                 gradients.append(gradient)

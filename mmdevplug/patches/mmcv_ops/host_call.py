@@ -78,45 +78,31 @@ def _narrowed(result: object, tensors: List[Tensor]) -> Any:
 
 
 #: The arguments that an operator writes to and does not read.
-OUTPUTS: Dict[str, Tuple[str, ...]] = dict(
-    active_rotated_filter_forward=('output',),
-    active_rotated_filter_backward=('grad_in',),
-    bbox_overlaps=('ious',),
-    bezier_align_forward=('output',),
-    bezier_align_backward=('grad_input',),
-    box_iou_quadri=('ious',),
-    box_iou_rotated=('ious',),
-    contour_expand=(),
-    deform_conv_forward=('output',),
-    deform_conv_backward_input=('gradInput', 'gradOffset'),
-    deform_conv_backward_parameters=('gradWeight',),
-    dynamic_voxelize_forward=('coors',),
-    hard_voxelize_forward=('voxels', 'coors', 'num_points_per_voxel', 'voxel_num'),
-    modulated_deform_conv_forward=('output',),
-    modulated_deform_conv_backward=(
-        'grad_input',
-        'grad_weight',
-        'grad_bias',
-        'grad_offset',
-        'grad_mask',
-    ),
-    nms=(),
-    nms_match=(),
-    nms_quadri=(),
-    nms_rotated=(),
-    pixel_group=(),
-    points_in_boxes_cpu_forward=('pts_indices_tensor',),
-    psamask_forward=('output',),
-    psamask_backward=('grad_input',),
-    roi_align_forward=('output', 'argmax_y', 'argmax_x'),
-    roi_align_backward=('grad_input',),
-    roi_align_rotated_forward=('output',),
+OUTPUTS: Dict[str, Tuple[str, ...]] = {
+    **dict.fromkeys(('contour_expand', 'nms', 'nms_match', 'nms_quadri', 'nms_rotated'), ()),
+    'pixel_group': (),
+    **dict.fromkeys(('bbox_overlaps', 'box_iou_quadri', 'box_iou_rotated'), ('ious',)),
+    **dict.fromkeys(('active_rotated_filter_forward', 'bezier_align_forward'), ('output',)),
+    **dict.fromkeys(('deform_conv_forward', 'modulated_deform_conv_forward'), ('output',)),
+    **dict.fromkeys(('psamask_forward', 'roi_align_rotated_forward'), ('output',)),
+    'rotated_feature_align_forward': ('output',),
+    **dict.fromkeys(('bezier_align_backward', 'psamask_backward'), ('grad_input',)),
+    'roi_align_forward': ('output', 'argmax_y', 'argmax_x'),
+    'roi_align_backward': ('grad_input',),
     # mmcv's names of its parameters are shifted by one.
-    roi_align_rotated_backward=('grad_output',),
-    rotated_feature_align_forward=('output',),
-    rotated_feature_align_backward=('bottom_grad',),
-    softnms=('dets',),
-)
+    'roi_align_rotated_backward': ('grad_output',),
+    'rotated_feature_align_backward': ('bottom_grad',),
+    'active_rotated_filter_backward': ('grad_in',),
+    'deform_conv_backward_input': ('gradInput', 'gradOffset'),
+    'deform_conv_backward_parameters': ('gradWeight',),
+    'modulated_deform_conv_backward': tuple(
+        f'grad_{name}' for name in ('input', 'weight', 'bias', 'offset', 'mask')
+    ),
+    'dynamic_voxelize_forward': ('coors',),
+    'hard_voxelize_forward': ('voxels', 'coors', 'num_points_per_voxel', 'voxel_num'),
+    'points_in_boxes_cpu_forward': ('pts_indices_tensor',),
+    'softnms': ('dets',),
+}
 
 
 def parameter_names(function: Callable) -> List[str]:

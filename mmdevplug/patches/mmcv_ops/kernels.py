@@ -33,37 +33,8 @@ def lacks_kernel(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _NO_KERNEL.search(str(error)) is not None
 
 
-class Kernels:
-    """Which operators have kernels, by type of device.
-
-    Two small calls find out whether a build has any kernel for a device. In a build that has some,
-    such as a vendor's, each operator is called until it reports that it has none.
-    """
-
-    def __init__(self) -> None:
-        self._with_kernel: Dict[str, Set[str]] = {}
-        self._lacking: Set[Tuple[str, str]] = set()
-
-    def has_kernel(
-        self, name: str, device: torch.device, functions: Mapping[str, Callable]
-    ) -> bool:
-        """Whether an operator may be called with tensors of a device."""
-        if name in HOST_ONLY:
-            return False
-        if device.type not in self._with_kernel:
-            self._with_kernel[device.type] = _probe(device, functions)
-        found = self._with_kernel[device.type]
-        if name in UNREGISTERED:
-            return 'nms' in found
-        return bool(found) and (name, device.type) not in self._lacking
-
-    def note_lacking(self, name: str, device: torch.device) -> None:
-        """Remember that an operator has reported no kernel for a device."""
-        self._lacking.add((name, device.type))
-
-
-def _probe(device: torch.device, functions: Mapping[str, Callable]) -> Set[str]:
-    """Which of two operators, the first that every port of mmcv has, have a kernel."""
+def find_kernels(device: torch.device, functions: Mapping[str, Callable]) -> Set[str]:
+    """Try two operators, the first that every port of mmcv has; return those with a kernel."""
     box = torch.zeros(1, 4, device=device)
     number = torch.zeros(1, device=device)
     trials: Dict[str, Tuple[Any, ...]] = dict(

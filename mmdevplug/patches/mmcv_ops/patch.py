@@ -1,6 +1,16 @@
-"""Patch mmcv's operators for devices that they have no kernel for."""
+"""Patch mmcv's operators for devices that they have no kernel for.
 
-from typing import Any, Callable, Dict, Optional, Sequence
+All modules of ``mmcv.ops`` look a function up in the extension module at each call, so its
+attributes are replaced. If mmcv is not imported yet, as before a runner has built its model, they
+are replaced right after its import.
+"""
+
+import sys
+from functools import partial, update_wrapper
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -8,39 +18,104 @@ from torch import Tensor
 from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.errors import DeviceMismatchError, ModelError, first_line
 from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.patching import OWN, Patch, patch_symbol
 
 from .host_call import call_on_host, is_reduced
-from .interception import Interception
-from .kernels import Kernels, called_for_vendor, lacks_kernel
+from .kernels import HOST_ONLY, UNREGISTERED, called_for_vendor, find_kernels, lacks_kernel
 
+EXTENSION = 'mmcv._ext'
 _HOST = torch.device('cpu')
 
 
-class OperatorPatch:
-    """Replaces mmcv's compiled operators; see :func:`patch_mmcv_ops`."""
+class OperatorPatch(MetaPathFinder):
+    """Replaces mmcv's compiled operators; see :func:`patch_mmcv_ops`.
+
+    Two small calls find out whether a build of mmcv has any kernel for a type of device. In a
+    build that has some, such as a vendor's, each operator is called until it reports that it has
+    none.
+    """
 
     def __init__(self) -> None:
         #: How often each operator ran on the host.
         self.calls: Dict[str, int] = {}
-        self.interception = Interception(self.call)
-        self._kernels = Kernels()
+        self.originals: Dict[str, Callable] = {}
+        self._patches: List[Patch] = []
+        #: By type of device: which of the two operators that were tried have a kernel.
+        self._with_kernel: Dict[str, Set[str]] = {}
+        self._lacking: Set[Tuple[str, str]] = set()
+        module = sys.modules.get(EXTENSION)
+        if module is not None:
+            self._replace(module)
+        else:
+            sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        """Restore the functions."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        for patch in self._patches:
+            patch.restore()
+
+    def _replace(self, module: ModuleType) -> None:
+        for name, function in list(vars(module).items()):
+            if callable(function) and not name.startswith('_'):
+                self.originals[name] = function
+                replacement = update_wrapper(partial(self._called, function), function)
+                self._patches.append(patch_symbol(module, name, replacement, OWN))
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Optional[ModuleType] = None
+    ) -> Optional[ModuleSpec]:
+        """Find the extension as other finders do, and replace its functions after it is loaded."""
+        if fullname != EXTENSION:
+            return None
+        sys.meta_path.remove(self)
+        for finder in sys.meta_path:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                self._replace_after_loading(spec.loader)
+                return spec
+        return None
+
+    def _replace_after_loading(self, loader: Any) -> None:
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            loader.exec_module(module)
+            if PROCESS.mmcv_ops is self:
+                self._replace(module)
+
+        loader.exec_module = exec_module
+
+    def _called(self, function: Callable, *args: object, **kwargs: object) -> Any:
+        return self.call(function, args, kwargs)
 
     def call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
         """Call a function of ``mmcv._ext`` where it has a kernel."""
         values = [*args, *kwargs.values()]
-        device = _device_of(function.__name__, values)
+        name = function.__name__
+        device = _device_of(name, values)
         if device is None:
             if any(map(is_reduced, values)):
                 return call_on_host(function, args, kwargs, _HOST)
             return function(*args, **kwargs)
-        if self._kernels.has_kernel(function.__name__, device, self.interception.originals):
+        if self._has_kernel(name, device):
             try:
                 return function(*args, **kwargs)
             except RuntimeError as error:
                 if not lacks_kernel(error):
                     raise
-                self._kernels.note_lacking(function.__name__, device)
+                self._lacking.add((name, device.type))
         return self._call_on_host(function, args, kwargs, device)
+
+    def _has_kernel(self, name: str, device: torch.device) -> bool:
+        if name in HOST_ONLY:
+            return False
+        if device.type not in self._with_kernel:
+            self._with_kernel[device.type] = find_kernels(device, self.originals)
+        found = self._with_kernel[device.type]
+        if name in UNREGISTERED:
+            return 'nms' in found
+        return bool(found) and (name, device.type) not in self._lacking
 
     def _call_on_host(
         self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any], device: torch.device
@@ -123,15 +198,15 @@ def patch_mmcv_ops() -> None:
     Such an operator runs on the host, with its gradient. On the CPU tensors of half precision are
     computed in float32. A second call begins to count anew and changes nothing else.
     """
-    restore_mmcv_ops()
+    if PROCESS.mmcv_ops is not None:
+        PROCESS.mmcv_ops.remove()
     PROCESS.mmcv_ops = OperatorPatch()
-    PROCESS.mmcv_ops.interception.install()
 
 
 def restore_mmcv_ops() -> None:
     """Restore mmcv's operators."""
     if PROCESS.mmcv_ops is not None:
-        PROCESS.mmcv_ops.interception.remove()
+        PROCESS.mmcv_ops.remove()
         PROCESS.mmcv_ops = None
 
 

@@ -103,7 +103,7 @@ def try_without_a_case(accelerator, covered):
     chosen = prepare(accelerator)
     messages = {}
     with checks.mmcv_ops_patched() as patch:
-        for name, function in patch.interception.originals.items():
+        for name, function in patch.originals.items():
             signature = re.search(r'\w+\((\w+: .*?)\) ->', function.__doc__ or '')
             if name in covered or signature is None or 'Tensor' not in signature[1]:
                 continue
