@@ -534,3 +534,29 @@ def test_a_rank_that_is_late_is_named():
         assert re.search(r'rank 1 \(process \d+\) did not wait for it', told), told
         assert 'rank 2 (' not in told
         assert 'rank 0 (' not in told
+
+
+def next_while_one_begins():
+    from mmdevplug.staged.host_buffers import HostBuffers
+
+    device, read = start('cpu', timeout=10), HostBuffers.read
+    delay = 0.2 if torch.distributed.get_rank() == 0 else 0.0
+
+    def read_late(buffers, tensor, later=False):
+        if later:
+            event = type('Event', (), dict(synchronize=lambda self: time.sleep(delay)))
+            buffers.copied.append(event())
+        return read(buffers, tensor, later)
+
+    HostBuffers.read = read_late
+    added = torch.full((5,), 1.0 + torch_dist.get_rank(), device=device)
+    work = torch_dist.all_reduce(added, async_op=True)
+    time.sleep(0.05)  # a thread waits for the copy now
+    sent = torch.full((3,), torch_dist.get_rank(), device=device)
+    torch_dist.broadcast(sent, 1)
+    work.wait()
+    return added.tolist(), sent.tolist()
+
+
+def test_the_next_message_waits_for_one_that_waits_for_its_copy():
+    assert run_ranks(next_while_one_begins, 2) == [([3.0] * 5, [1] * 3)] * 2
