@@ -2,7 +2,7 @@
 
 import copy
 import os
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Union
 
@@ -375,9 +375,7 @@ class DeviceRunner(Runner):
         # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
         self.device_context.materialize()
         # From here on as MMEngine's method.
-        with ExitStack() as stack:
-            if self.sharding is not None:
-                stack.enter_context(self.sharding.copying_whole())
+        with nullcontext() if self.sharding is None else self.sharding.copying_whole():
             self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
             load_model(model, checkpoint, filename, strict, revise_keys, bool(self._resuming))
         if self._resuming:

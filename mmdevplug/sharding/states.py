@@ -30,14 +30,6 @@ def shard_alike(value: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def copy_whole(value: Tensor, into: Tensor) -> Tensor:
-    """Copy this rank's part of a whole tensor into a sharded one, and return that."""
-    part = shard_alike(value.detach().to(into.dtype), into)
-    with torch.no_grad():
-        into.to_local().copy_(part.to_local())
-    return into
-
-
 class CopyingWhole(Mode):
     """Let each rank take its part where a whole tensor is copied into a sharded one.
 
@@ -47,7 +39,7 @@ class CopyingWhole(Mode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, see above."""
         if func is Tensor.copy_ and is_sharded(args[0]) and not is_sharded(args[1]):
-            return copy_whole(args[1].expand(args[0].shape), args[0])
+            args = (args[0], shard_alike(args[1].detach().expand(args[0].shape), args[0]))
         return func(*args, **(kwargs or {}))
 
 
@@ -58,7 +50,8 @@ def shard_optimizer_state(optimizer: Any, state_dict: Dict[str, Any]) -> Dict[st
     def take(value: Any, parameter: Tensor) -> Any:
         if is_sharded(value) or getattr(value, 'shape', 0) != parameter.shape:
             return value
-        return copy_whole(value, torch.zeros_like(parameter.detach(), dtype=value.dtype))
+        empty = torch.empty_like(parameter.detach(), dtype=value.dtype)
+        return empty.copy_(shard_alike(value, parameter))
 
     states = {
         index: {name: take(value, parameters[index]) for name, value in state.items()}
@@ -97,9 +90,9 @@ def collect_states(state: Any, folder: Optional[str], part: str) -> Any:
         if not is_sharded(value):
             return value
         if folder is not None:
-            name, dtype = str(len(shards)), str(value.dtype)[len('torch.') :]
+            name = str(len(shards))
             shards[name] = value.detach()
-            return {SHARD: name, 'shape': list(value.shape), 'dtype': dtype}
+            return {SHARD: name, 'shape': tuple(value.shape), 'dtype': value.dtype}
         local = value.to_local()
         # Also of a rank whose part is empty: all ranks gather the same tensors.
         place = local.untyped_storage().data_ptr() or id(value)
@@ -131,7 +124,7 @@ def attach_shards(states: Dict[str, Any], folder: str, model: nn.Module) -> None
             return value
         if SHARD not in value:
             return {name: take(each) for name, each in value.items()}
-        empty = torch.empty(value['shape'], dtype=getattr(torch, value['dtype']), device='meta')
+        empty = torch.empty(value['shape'], dtype=value['dtype'], device='meta')
         empty = empty if like is None else shard_alike(empty, like)
         place = 'cpu' if like is None else like.device
         return shards.setdefault(value[SHARD], torch.empty_like(empty, device=place))

@@ -13,7 +13,7 @@ from tests.parallel_jobs import build
 from tests.ranks import RanksFailed, run_ranks
 
 from .jobs import train, whole
-from .test_training import ADAM, EMA, NO_DECAY, pytestmark  # noqa: F401
+from .test_training import ADAM, EMA, NO_DECAY, needs_card, pytestmark  # noqa: F401
 
 HALF = 5
 OPTIONS = dict(
@@ -25,10 +25,10 @@ OPTIONS = dict(
 )
 
 
-def run(work_dir, sharding, kind='twice', **options):
+def run(work_dir, sharding, kind='twice', device='cpu', **options):
     hooks = [] if sharding.get('sharded_checkpoint') else EMA
     options = dict(OPTIONS, custom_hooks=hooks, **options)
-    return train(kind, 'cpu', work_dir, sharding=sharding, **options)
+    return train(kind, device, work_dir, sharding=sharding, **options)
 
 
 def load_alone(path):
@@ -160,14 +160,24 @@ def test_a_start_after_a_kill_resumes_from_a_whole_checkpoint(tmp_path):
         assert equal(other['weights'], one['weights'])
 
 
+ON_HOST = dict(offload=True, sharded_checkpoint=True)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize('ranks', [1, 4])
-def test_a_real_model_resumes_to_the_same_bits(ranks, tmp_path):
-    options = dict(kind='segformer')
-    complete = run_ranks(run_again, ranks, str(tmp_path / 'first'), {}, options)
+@pytest.mark.parametrize(
+    ('ranks', 'kind', 'device', 'sharding'),
+    [
+        (1, 'segformer', 'cpu', {}),
+        (4, 'segformer', 'cpu', {}),
+        pytest.param(2, 'twice', 'streams', ON_HOST, marks=needs_card),
+    ],
+)
+def test_other_jobs_resume_to_the_same_bits(ranks, kind, device, sharding, tmp_path):
+    options = dict(kind=kind, device=device)
+    complete = run_ranks(run_again, ranks, str(tmp_path / 'first'), sharding, options)
     path = str(tmp_path / 'first' / f'iter_{HALF}.pth')
     options.update(resume=True, load_from=path)
-    for one, other in zip(complete, run_resumed(ranks, tmp_path, {}, options)):
+    for one, other in zip(complete, run_resumed(ranks, tmp_path, sharding, options)):
         assert other['losses'][HALF:] == one['losses'][HALF:]
         assert equal(other['weights'], one['weights'])
         assert equal(other['averaged'], one['averaged'])
