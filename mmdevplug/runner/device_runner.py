@@ -190,9 +190,7 @@ class DeviceRunner(Runner):
         with fail_together('building the model'):
             build = partial(super().build_model, model)
             if self.sharding is not None:
-                self.sharding = self.sharding.check(
-                    self.device_context, self.cfg, self.parallelism is not None
-                )
+                self.sharding = self.sharding.check(self)
             built = build() if self.sharding is None else self.sharding.build(build)
             if self.accelerator_options.pad_to is not None:
                 from mmdevplug.data.padding import install_padding
@@ -206,8 +204,7 @@ class DeviceRunner(Runner):
             return super().wrap_model(model_wrapper_cfg, model)
         with fail_together('wrapping the model'):
             if self.sharding is not None:
-                sync_bn, trains = self.cfg.get('sync_bn'), self._train_loop is not None
-                return self.sharding.place(model, self.device_context, sync_bn, trains)
+                return self.sharding.place(model, self)
             placed = place_model(
                 model,
                 self.device_context,
@@ -305,7 +302,7 @@ class DeviceRunner(Runner):
         """Register a hook, ours in place of some of MMEngine's: see ``hooks/default_hooks.py``."""
         super().register_hook(replace_hook(hook), priority)
         if self.sharding is not None:
-            self.sharding.check_hooks(unwrap_model(self.model), self._hooks)
+            self.sharding.check_hooks(self)
 
     def save_checkpoint(
         self,

@@ -52,8 +52,6 @@ def _parameters_on_meta() -> Any:
     moved = WeakIdKeyDictionary()
 
     def move(_: nn.Module, __: str, param: Any) -> Any:
-        if param.device.type == 'meta':
-            return None
         return moved.setdefault(param, _on_device(param, torch.device('meta')))
 
     return register_module_parameter_registration_hook(move)

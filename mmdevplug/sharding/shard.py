@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import replace
-from typing import Any, Mapping, Optional, Sequence, Union
+from typing import Any, Mapping, Optional, Union
 
 import torch
 from mmengine.hooks import EMAHook
@@ -22,6 +22,7 @@ from mmdevplug.model.move import set_preprocessor_devices
 from mmdevplug.model.norm_layers import check_sync_bn, convert_norm_layers
 from mmdevplug.model.running_stats import keep_running_statistics
 from mmdevplug.staged.host_buffers import pins_memory
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.host import keep_freed_memory
 from mmdevplug.utils.torch_compat import is_at_least
 
@@ -46,14 +47,16 @@ class Sharding:
         #: On rank 0, until weights are initialized.
         self._whole: Optional[nn.Module] = None
 
-    def check(
-        self, context: DeviceContext, cfg: Mapping[str, Any], spread: bool
-    ) -> Optional['Sharding']:
+    def check(self, runner: AnyRunner) -> Optional['Sharding']:
         """Refuse what cannot be sharded before the model is built; None for a single process."""
-        ranks, device, version = self.options.ranks or 1, context.device, torch.__version__
-        alone, on_host = context.backend is None, device.type == 'cpu'
-        world_size = ranks if alone else torch_dist.get_world_size()
-        given = [*filter(cfg.get, ('model_wrapper_cfg', 'compile')), *['model_parallel'] * spread]
+        context, version = runner.device_context, torch.__version__
+        if context.backend is None:
+            print_log('sharding has no effect in a single process: start more.', 'current')
+            return None
+        device, on_host = context.device, context.device.type == 'cpu'
+        ranks, world_size = self.options.ranks or 1, torch_dist.get_world_size()
+        given = [*filter(runner.cfg.get, ('model_wrapper_cfg', 'compile'))]
+        given += ['model_parallel'] * (runner.parallelism is not None)
         # The first release whose fully_shard works on the CPU, and the first whose DTensor gathers
         # tensors of devices without functional collectives of their own, or from two devices.
         needed = '2.7' if on_host or device.type == 'cuda' and not self.options.offload else '2.13'
@@ -67,31 +70,27 @@ class Sharding:
         _refuse(not streams, f'on {device} needs torch.{device.type}.Stream')
         _refuse(given, f'and {", ".join(given)}: each arranges the model its own way. Keep one')
         _refuse(world_size % ranks, f'with ranks={ranks}: expected a divisor of {world_size}')
-        if alone:
-            print_log('sharding has no effect in a single process: start more.', 'current')
-            return None
         if on_host and self.options.offload:
-            print_log('sharding.offload has no effect: the device is the host.', 'current')
+            print_log('sharding.offload has no effect: the CPU is the host.', 'current')
         if on_host:
             # Of freed weights of many sizes, glibc would keep more than the whole model.
             keep_freed_memory(largest=1 << 20)
         return self
 
-    def place(
-        self, model: nn.Module, context: DeviceContext, sync_bn: Optional[str], trains: bool
-    ) -> nn.Module:
+    def place(self, model: nn.Module, runner: AnyRunner) -> nn.Module:
         """Put the model on the device of this rank block by block, each sharded at once."""
+        from torch.distributed import fsdp
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         from .blocks import find_blocks  # loads model_parallel
 
+        context, sync_bn = runner.device_context, runner.cfg.get('sync_bn')
         check_sync_bn(sync_bn)
         _check_parameters(model)
         options, device, world_size = self.options, context.device, torch_dist.get_world_size()
         offload, more = options.offload and device.type != 'cpu', {}
         model = convert_norm_layers(model, context.accelerator, device, sync_bn)
-        self._whole = keep_whole(model) if trains else None
+        self._whole = keep_whole(model) if runner._train_loop is not None else None
         keep_running_statistics(model, context.accelerator, device)
         ranks = options.ranks or world_size
         if ranks == world_size and torch_dist.get_backend() in ('gloo', 'staged'):
@@ -105,10 +104,10 @@ class Sharding:
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=names, **more)
             mesh = mesh if ranks < world_size else mesh['shard']
         half, full = (torch.bfloat16, torch.float32) if options.mixed_precision else (None, None)
-        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
-        if offload:
-            more = dict(offload_policy=CPUOffloadPolicy(pins_memory(device.type)))
-        wrap: Any = functools.partial(fully_shard, mesh=mesh, **more)
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
+        pinned = pins_memory(device.type)
+        kept = fsdp.CPUOffloadPolicy(pinned) if offload else fsdp.OffloadPolicy()
+        wrap: Any = functools.partial(fsdp.fully_shard, mesh=mesh, offload_policy=kept)
         modules, blocks = dict(model.named_modules()), find_blocks(model, options.blocks)
         for block in [modules[name] for name in reversed(blocks)]:  # inner ones first
             place(block, context)
@@ -139,23 +138,20 @@ class Sharding:
         kind = type(optimizer).__name__
         _refuse(
             not isinstance(optimizer, Optimizer) or kind == 'ZeroRedundancyOptimizer',
-            f'with {kind}: expected one Optimizer of PyTorch, whose states are sharded as the '
-            f'weights are, and a model that is called as a whole',
+            f'with {kind}: expected one Optimizer of PyTorch, and a model that is called whole',
         )
         optimizer.register_load_state_dict_pre_hook(shard_optimizer_state)
         optimizer.register_step_pre_hook(_check_gradients)
 
-    def check_hooks(self, model: nn.Module, hooks: Sequence[object]) -> None:
+    def check_hooks(self, runner: AnyRunner) -> None:
         """Let a hook average the model, unless it needs whole weights that are not gathered."""
-        averaging = [type(hook).__name__ for hook in hooks if isinstance(hook, EMAHook)]
+        averaging = [type(hook).__name__ for hook in runner.hooks if isinstance(hook, EMAHook)]
         if averaging:
-            model.__deepcopy__ = functools.partial(copy_shards, model)
-        published = any(getattr(hook, 'published_keys', None) for hook in hooks)
+            runner.model.__deepcopy__ = functools.partial(copy_shards, runner.model)
+        published = any(getattr(hook, 'published_keys', None) for hook in runner.hooks)
         found = [*averaging, *['published_keys'] * published]
-        _refuse(
-            self.options.sharded_checkpoint and found,
-            f'with sharded_checkpoint and {found}, which needs whole weights. Keep one',
-        )
+        if self.options.sharded_checkpoint:
+            _refuse(found, f'with sharded_checkpoint and {found}, of whole weights. Keep one')
 
 
 def _refuse(found: object, text: str) -> None:
@@ -189,9 +185,8 @@ def _check_gradients(optimizer: Optimizer, *_: object) -> None:
     of_ranks = gather_json(without)
     _refuse(
         any(each != without for each in of_ranks),
-        f'averages gradients that all ranks have, and in this step the parameters of the '
-        f'optimizer at {of_ranks}, by rank, have none. Let every rank use the same parts of the '
-        f'model, or add 0 * the sum of the others to the loss',
+        f'averages gradients that all ranks have, and at {of_ranks}, by rank, there are none. Use '
+        f'the same parts of the model on all ranks, or add 0 * the sum of the others to the loss',
     )
 
 
