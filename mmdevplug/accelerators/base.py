@@ -275,6 +275,10 @@ class Accelerator(ABC):
         name = names[index].strip() if index < len(names) else ''
         return int(name) if name.isdecimal() else name or index
 
+    def hardware_id(self, device: torch.device) -> Optional[str]:
+        """What all processes of a host call a device, whichever they see; None if nothing does."""
+        return None
+
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         """Bytes in use on a device; None if the vendor does not report them."""
         return None

@@ -240,6 +240,11 @@ class TorchNativeAccelerator(Accelerator):
     def device_name(self, device: torch.device) -> str:
         return self._call('get_device_name', device, default=self.device_type)
 
+    def hardware_id(self, device: torch.device) -> Optional[str]:
+        # PyTorch tells that of a GPU from 2.4 on.
+        found = getattr(self._call('get_device_properties', device), 'uuid', None)
+        return None if found is None else str(found)
+
     def set_device(self, device: torch.device) -> None:
         self._index = device.index or 0
         self._call('set_device', self._index)

@@ -62,6 +62,10 @@ class TPUAccelerator(TorchNativeAccelerator):
             self._fill_in_environment()
         return self.current_device()
 
+    def hardware_id(self, device: torch.device) -> Optional[str]:
+        # Each process has one device of its own.
+        return str(os.getpid()) if self._is_torchtpu() else super().hardware_id(device)
+
     def memory_total(self, device: torch.device) -> Optional[int]:
         try:
             return super().memory_total(device)

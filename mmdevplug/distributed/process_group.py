@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from numbers import Real
@@ -22,6 +23,7 @@ from mmdevplug.accelerators import (
     set_device_context,
 )
 from mmdevplug.accelerators.backend import (
+    HOST_BACKENDS,
     KNOWN_TO_MMENGINE,
     backend_of,
     resolve_backend,
@@ -37,7 +39,7 @@ from mmdevplug.environments.launch_variables import (
     restart_count,
 )
 from mmdevplug.environments.loopback import is_loopback, loopback_store
-from mmdevplug.environments.stale import AGENT_VARIABLES, unset_line
+from mmdevplug.environments.stale import AGENT_VARIABLES, stale_variables_hidden, unset_line
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.fault_tolerance.abort import say
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase, watch_for_failures
@@ -84,7 +86,7 @@ def start_distributed(
         backend (str, optional): The backend of ``env_cfg.dist_cfg``. Defaults to None.
         timeout (int or float, optional): In seconds, as in MMEngine. Defaults to None: 1800.
         port (int, optional): The port of rank 0. Defaults to None: ``MASTER_PORT``.
-        init_backend (str): Accepted for MMEngine, all of whose values use one process group.
+        init_backend (str): ``'torch'``, or ``'deepspeed'``, which uses the same process group.
         choose_devices (callable, optional): Takes the accelerator and a :class:`LaunchEnv`,
             returns the devices of this rank. Defaults to None: the one of its local rank.
         **kwargs: Passed on to ``torch.distributed.init_process_group``.
@@ -95,6 +97,11 @@ def start_distributed(
         RankFailedError: If another rank failed.
     """
     wait = to_timeout(timeout)
+    if init_backend not in ('torch', 'deepspeed'):
+        raise LaunchError(
+            f"env_cfg.dist_cfg.init_backend={init_backend!r}: expected 'torch' or 'deepspeed'. "
+            f'Remove the key.'
+        )
     env = read_launch_env(launcher, port=port)
     exists = torch_dist.is_available() and torch_dist.is_initialized()
     store = None
@@ -103,7 +110,9 @@ def start_distributed(
     elif not exists:
         store = _join_job(env, wait, kwargs)
     prepare = partial(_prepare_devices, accelerator, env, choose_devices)
-    choice, devices, unsupported = run_on_every_rank(store, env, 'device check', prepare, wait)
+    # Without a launcher the variables stay as they are, but no vendor's package must read them.
+    with stale_variables_hidden() if launcher == 'none' else nullcontext():
+        choice, devices, unsupported = run_on_every_rank(store, env, 'device check', prepare, wait)
     watch = current_watch()
     if watch is not None and choice.accelerator.compilation.lazy:
         watch.heartbeat.patience = COMPILING_SECONDS
@@ -111,7 +120,14 @@ def start_distributed(
     if launcher != 'none' and exists:
         name = _check_group(choice.accelerator)
     elif launcher != 'none':
-        resolve = partial(resolve_backend, choice.accelerator, forced_backend, backend)
+
+        def resolve() -> str:
+            found = resolve_backend(choice.accelerator, forced_backend, backend)
+            if not choice.accelerator.shares_devices:
+                own_device = partial(_refuse_shared_device, choice.accelerator, devices[0], found)
+                own_device(store, env, one_agent=launcher == 'pytorch')
+            return found
+
         name = run_on_every_rank(store, env, 'backend', resolve, wait)
         _start_group(store, env, with_host_backend(name, choice.accelerator), wait, kwargs)
     context = DeviceContext(
@@ -166,6 +182,43 @@ def _prepare_devices(
     for device in reversed(devices):
         unsupported = probe_device(choice.accelerator, device)
     return choice, devices, tuple(unsupported)
+
+
+def _refuse_shared_device(
+    accelerator: Accelerator,
+    device: torch.device,
+    backend: str,
+    store: 'torch_dist.Store',
+    env: LaunchEnv,
+    one_agent: bool,
+) -> None:
+    """Refuse a device that another rank of this host has, which a vendor's backend cannot serve.
+
+    Nccl says so in its first collective alone. Where ranks were started by ``one_agent``, equal
+    indices are equal devices; a task of Slurm may see its own device as number 0.
+    """
+    of_device = dict(part.split(':', 1) for part in backend.split(',') if ':' in part)
+    by_host = of_device.get(device.type, backend) in HOST_BACKENDS
+    identity = accelerator.hardware_id(device)
+    if identity is None and one_agent:
+        identity = str(accelerator.device_id(device))
+    if by_host or identity is None or accelerator.compilation.lazy:
+        return
+    from mmdevplug.utils.host import host_name
+
+    key = f'mmdevplug/devices/{host_name()}/{device.type}:{identity}'
+    holder = int(store.compare_set(key, '', str(env.rank)))
+    if holder != env.rank:
+        gloo = f"accelerator=dict(type={accelerator.name!r}, backend='gloo')"
+        if accelerator.name == 'cuda':
+            gloo = f"base_config('cuda_gloo') or {gloo}"
+        raise LaunchError(
+            f'ranks {holder} and {env.rank} of this host would both use {device}, which backend '
+            f'{backend!r} refuses: LOCAL_RANK={env.local_rank}, and this process sees '
+            f'{accelerator.device_count()} {accelerator.name} device(s) '
+            f'({accelerator.describe_visibility()}). Start one process for each device, or let '
+            f'them share it over gloo: {gloo}.'
+        )
 
 
 def _check_group(accelerator: Accelerator) -> str:

@@ -1,7 +1,8 @@
 """Find launch variables that an earlier job left behind in the shell."""
 
 import os
-from typing import Dict, Iterable, Mapping, Optional
+from contextlib import contextmanager
+from typing import Dict, Iterable, Iterator, Mapping, Optional
 
 #: What a rank is and where it meets the others; every launcher of a job sets these.
 RANK_VARIABLES = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
@@ -44,3 +45,15 @@ def stale_variables(launcher: str, environ: Optional[Mapping[str, str]] = None) 
 def unset_line(names: Iterable[str]) -> str:
     """The shell command that removes variables."""
     return f'unset {" ".join(names)}'
+
+
+@contextmanager
+def stale_variables_hidden() -> Iterator[None]:
+    """Hide what an earlier job left from vendors' packages, in a process without a launcher."""
+    stale = stale_variables('none')
+    for name in stale:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(stale)

@@ -9,6 +9,7 @@ are if this one does not go on. There is no other way to tell that a rank is lat
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -48,6 +49,8 @@ REPORT_SECONDS = 55.0
 _TICK = 0.5
 #: At most this many ranks investigate a lost connection at once; the others wait for their report.
 _MAX_INVESTIGATORS = 16
+#: What differs between messages of ranks about the same error.
+_RANK = re.compile(r'\brank \d+')
 
 _KILLED = (
     f'{GONE}. It was killed (out of memory, SIGKILL) or its host is down; look at the end of its '
@@ -230,7 +233,9 @@ class FailureWatch:
         try:
             if not self.report(text, self.env.world_size, True):
                 found = self.peer_failure(wait=2 * _TICK)
-                if found is not None and str(error)[:1000] in str(found):
+                if found is not None and _RANK.sub('', str(error))[:1000] in _RANK.sub(
+                    '', str(found)
+                ):
                     error.brief = found.brief  # type: ignore[attr-defined]
         except RuntimeError:
             # The error itself is about to be raised.

@@ -1,5 +1,6 @@
 """Check that everything is on this rank's device, and materialize lazy devices."""
 
+import traceback
 from typing import Any, Dict, List, Tuple
 
 import torch
@@ -30,6 +31,7 @@ class DeviceHook(Hook):
 
     def __init__(self) -> None:
         self._modes: List[Tuple[nn.Module, bool]] = []
+        self._warned_of_eval, self._validating = False, ''
         self._results: List[Tuple[list, int]] = []
 
     def before_run(self, runner: AnyRunner) -> None:
@@ -83,21 +85,51 @@ class DeviceHook(Hook):
         self._modes = []
 
     def before_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
-        """Return to the modes from before a validation inside the epoch."""
-        # Not `train()`: parts may be kept in eval mode on purpose.
-        for module, training in self._modes:
-            module.training = training
-        self._modes = []
+        """Return to training mode if a validation inside the epoch has left the model in eval."""
+        if self._modes and not unwrap_model(runner.model).training:
+            # Not `train()`: parts may be kept in eval mode on purpose.
+            for module, training in self._modes:
+                module.training = training
+            if not self._warned_of_eval:
+                self._warned_of_eval = True
+                runner.logger.warning(
+                    f'The model was in eval mode before iteration {runner.iter + 1}, in the '
+                    f'middle of an epoch: {self._validating or "something"} has left it so. '
+                    f'Training goes on in training mode. Call runner.model.train() after a '
+                    f'validation inside an epoch.'
+                )
+        elif not self._modes:
+            self._note_modes(runner)
+        elif not self._warned_of_eval:
+            left = [each for each, training in self._modes if training and not each.training]
+            if left:
+                self._warned_of_eval = True
+                names = [name for name, each in runner.model.named_modules() if each in left]
+                runner.logger.warning(
+                    f'A hook has put {", ".join(names[:8])} ({len(names)} modules) in eval mode '
+                    f'before iteration {runner.iter + 1}, in the middle of an epoch. Call their '
+                    f'train() after a validation.'
+                )
 
     def before_val(self, runner: AnyRunner) -> None:
-        """Note the modes of the model's parts, which a validation inside an epoch changes."""
-        if unwrap_model(runner.model).training:
-            self._modes = [(each, each.training) for each in runner.model.modules()]
+        """Note the modes of the model's parts, and which hook validates inside an epoch."""
+        self._note_modes(runner)
+        self._validating = ''
+        for frame, _ in traceback.walk_stack(None):
+            caller = frame.f_locals.get('self')
+            if isinstance(caller, Hook) and caller is not self:
+                self._validating = type(caller).__name__
+                break
 
     before_test = before_val
 
+    def _note_modes(self, runner: AnyRunner) -> None:
+        if unwrap_model(runner.model).training:
+            self._modes = [(each, each.training) for each in runner.model.modules()]
+
     def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Materialize, also after an iteration that only accumulated gradients."""
+        self._note_modes(runner)  # before other hooks can change them
         # Our wrappers do so at the end of their `train_step`, which a user's loop need not call.
         if getattr(runner.model, 'step_materialized', False):
             runner.model.step_materialized = False

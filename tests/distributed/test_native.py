@@ -1,7 +1,9 @@
 """The stand-ins for vendors' collective backends: what they carry, what they refuse."""
 
+import os
 import re
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -323,13 +325,43 @@ def send(name, made_by, backend):
     return got
 
 
-def share_a_card():
+def share_a_card(masks, uuids=None, **options):
+    os.environ['ASCEND_RT_VISIBLE_DEVICES'] = masks[int(os.environ['RANK'])]
     torch.npu.device_count = lambda: 1
-    return str(init_device('pytorch', 'npu', timeout=60, forced_backend='gloo').device)
+    if uuids is not None:
+        uuid = uuids[int(os.environ['RANK'])]
+        torch.npu.get_device_properties = lambda device: SimpleNamespace(uuid=uuid, total_memory=1)
+    return str(init_device('pytorch', 'npu', timeout=60, **options).device)
+
+
+@pytest.mark.parametrize(
+    ('masks', 'uuids', 'refused_by_all'),
+    [
+        (['0', '0'], None, True),
+        (['3', '1'], None, False),
+        (['3', '1'], ['GPU-a', 'GPU-a'], True),
+        # As Slurm's tasks may see their devices.
+        (['0', '0'], ['GPU-a', 'GPU-b'], False),
+    ],
+)
+def test_two_ranks_on_one_card_are_refused(masks, uuids, refused_by_all):
+    if not refused_by_all:
+        assert run_native('npu', share_a_card, 2, masks, uuids) == ['npu:0', 'npu:0']
+        return
+    with pytest.raises(RanksFailed) as raised:
+        run_native('npu', share_a_card, 2, masks, uuids, together=True)
+    assert sorted(kind for kind, _, _ in raised.value.errors.values()) == [
+        'LaunchError', 'RankFailedError',
+    ]  # fmt: skip
+    for _, message, _ in raised.value.errors.values():
+        assert "would both use npu:0, which backend 'hccl' refuses: LOCAL_RANK=" in message
+        assert f"ASCEND_RT_VISIBLE_DEVICES='{masks[0]}'" in message or masks[0] != masks[1]
+        assert "over gloo: accelerator=dict(type='npu', backend='gloo')" in message
 
 
 def test_two_ranks_share_a_card_over_gloo():
-    assert run_native('npu', share_a_card, 2) == ['npu:0', 'npu:0']
+    found = run_native('npu', partial(share_a_card, forced_backend='gloo'), 2, ['0', '0'])
+    assert found == ['npu:0', 'npu:0']
 
 
 def test_a_group_without_host_tensors_is_refused():
