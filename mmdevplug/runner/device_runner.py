@@ -46,7 +46,7 @@ from mmdevplug.utils.model import unwrap_model
 from mmdevplug.utils.torch_compat import keep_from_tracing
 
 from .device_log_processor import DeviceLogProcessor
-from .explain_errors import explained
+from .explain_errors import current_group, explained
 from .init_device import init_from_options
 
 #: Collectives and checks, at which torch.compile would break its graphs. The model and the
@@ -139,6 +139,7 @@ class DeviceRunner(Runner):
         self.device_context = init_from_options(
             self._launcher, self.accelerator_options, self.parallelism, dist_cfg
         )
+        self.process_group = current_group()
         if self.device_context.backend is not None:
             # What runs is what the log shows.
             env_cfg['dist_cfg'] = dict(dist_cfg, backend=self.device_context.backend)

@@ -8,6 +8,7 @@ from mmengine.registry import RUNNERS
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import current_accelerator, device_context
+from mmdevplug.errors import LaunchError
 from tests.jobs import PLAIN, digits_config, install_card, largest_difference, weights_of
 from tests.ranks import run_ranks
 
@@ -126,6 +127,7 @@ def test_each_runner_keeps_its_context(tmp_path):
 
 def start_group_after_choosing():
     """As under a stock runner: a script asks for the device before the process group exists."""
+    from torch import distributed as torch_dist
 
     from mmdevplug.accelerators import enter_rank_device
     from mmdevplug.accelerators.backend import group_device
@@ -142,3 +144,16 @@ def start_group_after_choosing():
 def test_the_device_follows_a_process_group_that_starts_later():
     found = run_ranks(start_group_after_choosing, 2)
     assert found == [('zeta:0', 'zeta:0', 0), ('zeta:0', 'zeta:1', 1)]
+
+
+def make_the_group_anew(work_dir):
+    runner = build('cpu', work_dir)
+    torch_dist.destroy_process_group()
+    torch_dist.init_process_group('gloo')
+    for run in (runner.train, runner.val, runner.test):
+        with pytest.raises(LaunchError, match='delete destroy_process_group'):
+            run()
+
+
+def test_a_process_group_that_a_script_made_anew_is_refused(tmp_path):
+    run_ranks(make_the_group_anew, 1, tmp_path)
