@@ -65,7 +65,7 @@ def load_model(
     weights = OrderedDict(weights)
     weights._metadata = releases
     fit = load_weights(model, weights)
-    fit.refuse_if_nothing_fits(filename)
+    fit.refuse_if_nothing_fits(filename, weights)
     if fit.complete:
         return None
     text = fit.describe(filename)

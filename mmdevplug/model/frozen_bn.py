@@ -24,9 +24,27 @@ class FrozenGradient(_BatchNorm):
         return normalize_frozen(self, input)
 
 
+class FrozenGradientBatchNorm1d(FrozenGradient, nn.BatchNorm1d):
+    pass
+
+
+class FrozenGradientBatchNorm2d(FrozenGradient, nn.BatchNorm2d):
+    pass
+
+
+class FrozenGradientBatchNorm3d(FrozenGradient, nn.BatchNorm3d):
+    pass
+
+
+class FrozenGradientBatchNormXd(FrozenGradient, _BatchNormXd):
+    pass
+
+
 REPLACED_BY = {
-    kind: type(f'FrozenGradient{kind.__name__}', (FrozenGradient, kind), {})
-    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, _BatchNormXd)
+    nn.BatchNorm1d: FrozenGradientBatchNorm1d,
+    nn.BatchNorm2d: FrozenGradientBatchNorm2d,
+    nn.BatchNorm3d: FrozenGradientBatchNorm3d,
+    _BatchNormXd: FrozenGradientBatchNormXd,
 }
 
 

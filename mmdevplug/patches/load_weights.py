@@ -57,7 +57,7 @@ class Fit(NamedTuple):
             parts[-1] += '. What was not loaded keeps its initial values'
         return f'Checkpoint {filename} fits the model in part: {", ".join(parts)}.'
 
-    def refuse_if_nothing_fits(self, filename: str) -> None:
+    def refuse_if_nothing_fits(self, filename: str, weights: Mapping[str, Any]) -> None:
         """Raise CheckpointError if the model has names and none was loaded."""
         if self.loaded or not self.model:
             return
@@ -65,8 +65,11 @@ class Fit(NamedTuple):
         raise CheckpointError(
             f'no key of checkpoint {filename} fits the model, and nothing was loaded. The '
             f'checkpoint has {len(self.checkpoint)}: {_some(self.checkpoint) or "none"}; the '
-            f'model has {len(self.model)}: {_some(self.model)}.{shapes} Give a checkpoint of this '
-            f'model, or rename its keys; weights of a part are loaded by init_cfg of that part.'
+            f'model has {len(self.model)}: {_some(self.model)}.{shapes} '
+            + (
+                _hint(self.model, weights)
+                or 'Give a checkpoint of this model, or rename its keys.'
+            )
         )
 
 
@@ -78,7 +81,7 @@ def load_state_dict(
     Raises CheckpointError if nothing fits, or with ``strict`` if anything does not.
     """
     fit = load_weights(module, state_dict)
-    fit.refuse_if_nothing_fits(last_read())
+    fit.refuse_if_nothing_fits(last_read(), state_dict)
     if not fit.complete:
         if strict:
             raise CheckpointError(f'{fit.describe(last_read())} Expected all of it: strict=True.')
@@ -126,3 +129,28 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> Fit:
 def _some(names: Sequence[str], separator: str = ', ') -> str:
     more = len(names) - _SHOWN
     return separator.join(names[:_SHOWN]) + (f' and {more} more' if more > 0 else '')
+
+
+def _hint(names: Sequence[str], state_dict: Mapping[str, Any]) -> str:
+    """What to do with weights that lie elsewhere in a checkpoint, or belong to a part."""
+    inside = [key for key, value in state_dict.items() if isinstance(value, Mapping) and value]
+    if inside:
+        return (
+            f'It holds more under {_some(inside)}: save the weights alone, '
+            f'torch.save(dict(state_dict=...)), and give that file.'
+        )
+    for key in state_dict:
+        for name in names:
+            if key != name and key.endswith('.' + name):
+                prefix = key[: -len(name)]
+                return (
+                    f'{key} fits without {prefix!r}: load it by init_cfg=dict(type="Pretrained", '
+                    f'prefix={prefix!r}, checkpoint=...) of the part of the model.'
+                )
+            if key != name and name.endswith('.' + key):
+                part = name[: -len(key) - 1]
+                return (
+                    f'{key} fits model.{part}: load it by model.{part}.init_cfg='
+                    f'dict(type="Pretrained", checkpoint=...).'
+                )
+    return ''

@@ -115,14 +115,15 @@ def test_what_is_not_trained_may_be_missing_when_a_run_is_resumed():
             'The checkpoint has 2: a, b; the model has 6: 0.weight',
         ),
         ({}, 'The checkpoint has 0: none'),
-        (dict(model=dict(small().state_dict())), 'The checkpoint has 1: model;'),
-        (dict(nn.Linear(9, 9).state_dict()), 'by init_cfg of that part'),
+        (dict(model=dict(small().state_dict())), 'It holds more under model: save the weights'),
+        ({f'backbone.{k}': v for k, v in small().state_dict().items()}, "prefix='backbone.'"),
+        (dict(nn.Linear(9, 9).state_dict()), 'by model.0.init_cfg='),
         (
             {name: torch.ones(9, 9) for name in small().state_dict()},
             'Of other shapes: 0.weight: (9, 9) in the checkpoint, (4, 3) in the model; ',
         ),
     ],
-    ids=['other', 'empty', 'nested', 'part', 'shapes'],
+    ids=['other', 'empty', 'nested', 'prefixed', 'part', 'shapes'],
 )
 def test_a_checkpoint_of_another_model_is_refused(weights, hint):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2))
@@ -148,7 +149,7 @@ def test_inferencers_and_init_cfg_refuse_too(tmp_path, monkeypatch):
         patch_mmengine('cpu')
         part.init_weights()
         assert part.layer.weight.tolist() == [[1, 1], [1, 1]]
-        with pytest.raises(CheckpointError, match=f'no key of checkpoint {path} fits'):
+        with pytest.raises(CheckpointError, match=f'{path} fits the model.*prefix='):
             Part(dict(type='Pretrained', checkpoint=path)).init_weights()
         with pytest.raises(CheckpointError, match=f'no key of checkpoint {path} fits'):
             BaseInferencer._init_model(

@@ -193,7 +193,7 @@ def test_devices_are_counted_and_missing_ones_refused(card_config, tmp_path):
         (['--max-restarts', '1'], 'nproc (--nproc) is not given'),
         (['--nproc', '0'], '--nproc=0: expected 1 or more processes'),
         (['--nproc', '2', '--max-restarts', '-1'], '--max-restarts=-1: expected 0 to 10000'),
-        (['--nproc', '2', '--timeout', '0'], '--timeout=0.0: expected a number of seconds'),
+        (['--nproc', '2', '--timeout', '0'], '--timeout=0.0: expected a finite number above 0'),
         (['--nproc', '2', '--nnodes', '2', '--master-addr', 'a'], 'node_rank is not given'),
         (['--nproc', '2', '--launcher', 'slurm'], '--nproc and --launcher slurm disagree'),
         (
