@@ -124,14 +124,29 @@ def _is_empty(value: object) -> bool:
 
 
 def _no_samples(dataset: object, config: object) -> SampleError:
-    message = (
-        f'rank {get_rank()}: {describe(dataset)} has 0 samples. Look into these folders and files '
-        f"on the host of this rank: each rank reads its own, so data on a host's own disk has to "
-        f'be there on every host; or its filter (filter_cfg, indices) has removed all'
-    )
+    message = f'rank {get_rank()}: {describe(dataset)} has 0 samples'
+    unfiltered = _count_unfiltered(dataset)
+    if unfiltered:
+        message += (
+            f'; {unfiltered} were found, and its filter (filter_cfg, indices) removed all. Set '
+            f'filter_cfg=None, or correct the annotations'
+        )
+    else:
+        message += (
+            '. Look into these folders and files on the host of this rank: each rank reads its '
+            "own, so data on a host's own disk has to be there on every host"
+        )
     inner = config.get('dataset') if isinstance(config, Mapping) else None
     kind = inner.get('type') if isinstance(inner, Mapping) else None
     name = getattr(kind, '__name__', None) or str(kind or '').rsplit('.', 1)[-1]
     if name and name != type(dataset).__name__:
         message += f'. It is a part of {name} in the config'
     return SampleError(f'{message}.')
+
+
+def _count_unfiltered(dataset: object) -> int:
+    """Count the samples before the dataset's own filter; 0 where it has none."""
+    filters = getattr(dataset, 'filter_cfg', None) or getattr(dataset, '_indices', None)
+    if not isinstance(dataset, BaseDataset) or filters is None:
+        return 0
+    return len(dataset.load_data_list())
