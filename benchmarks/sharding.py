@@ -187,7 +187,7 @@ def train(model, way, iters):
 
 
 def measure(model, way, nproc, iters):
-    """Run one job and return the figures of its ranks."""
+    """Run one job and return the figures of its ranks, None if one ended, as without memory."""
     environ = dict(
         os.environ, OMP_NUM_THREADS='1', MASTER_ADDR='127.0.0.1', GLOO_SOCKET_IFNAME='lo'
     )
@@ -204,6 +204,8 @@ def measure(model, way, nproc, iters):
         for rank in range(nproc)
     ]
     lines = [job.communicate()[0].strip().splitlines() for job in jobs]
+    if any(job.returncode for job in jobs):
+        return None
     return [json.loads(line[-1]) for line in lines]
 
 
@@ -227,6 +229,9 @@ def main():
         for nproc in args.nproc:
             for way in args.ways:
                 ranks = measure(model, way, nproc, args.iters)
+                if ranks is None:
+                    print(f'{model}, {way}, {nproc} ranks: a rank ended, see above', flush=True)
+                    continue
                 peak = max(rank['peak'] for rank in ranks)
                 others = [rank['peak'] for rank in ranks[1:]] or [peak]
                 row = dict(

@@ -105,8 +105,7 @@ class Sharding:
             mesh = mesh if ranks < world_size else mesh['shard']
         half, full = (torch.bfloat16, torch.float32) if options.mixed_precision else (None, None)
         policy = fsdp.MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
-        pinned = pins_memory(device.type)
-        kept = fsdp.CPUOffloadPolicy(pinned) if offload else fsdp.OffloadPolicy()
+        kept = fsdp.CPUOffloadPolicy(pins_memory(device.type)) if offload else fsdp.OffloadPolicy()
         wrap: Any = functools.partial(fsdp.fully_shard, mesh=mesh, offload_policy=kept)
         modules, blocks = dict(model.named_modules()), find_blocks(model, options.blocks)
         for block in [modules[name] for name in reversed(blocks)]:  # inner ones first
