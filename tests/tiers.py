@@ -203,9 +203,6 @@ _OLDER = re.compile(
 )
 
 
-_ROOT_TEXT = (ROOT / 'mmdevplug' / '__init__.py').read_text()
-
-
 def has_a_branch(path):
     """Whether tests of a file are repeated on PyTorch 1.10.
 
@@ -233,6 +230,7 @@ def _file_of(name):
 def _imports(path):
     """Names of modules of this repository that a file imports, each where it is defined."""
     place = path.relative_to(ROOT).with_suffix('').parts
+    root = (ROOT / 'mmdevplug' / '__init__.py').read_text()
     for node in ast.walk(ast.parse(path.read_text())):
         found = []
         if isinstance(node, ast.Import):
@@ -243,7 +241,7 @@ def _imports(path):
             found = [(module, one.name) for one in node.names]
         for module, name in found:
             # The root imports each of its names when it is asked for.
-            named = module == 'mmdevplug' and re.search(rf"'{name}': '([\w.]+)'", _ROOT_TEXT)
+            named = module == 'mmdevplug' and re.search(rf"'{name}': '([\w.]+)'", root)
             if named:
                 module = named.group(1)
             elif _file_of(f'{module}.{name}').exists():

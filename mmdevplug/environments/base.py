@@ -142,7 +142,7 @@ class Environment(ABC):
             master_port=self.master_port(),
         )
         self._check(env)
-        env = env._replace(master_addr=self.master_addr())
+        env = env._replace(master_addr=check_address(self.master_addr(), 'MASTER_ADDR'))
         if port is not None:
             env = env._replace(master_port=check_port(port, 'env_cfg.dist_cfg.port'))
         return env
@@ -246,3 +246,13 @@ def check_port(port: Any, origin: str) -> int:
             f'one.'
         )
     return int(port)
+
+
+def check_address(address: str, origin: str) -> str:
+    """Refuse what can be neither the name nor the address of a host."""
+    if not address.isprintable() or ' ' in address or len(address) > 255:
+        raise LaunchError(
+            f'{origin}={shortened(address)}: expected the name or the address of the host of '
+            f'rank 0, e.g. MASTER_ADDR=127.0.0.1 on a single host. Correct it.'
+        )
+    return address

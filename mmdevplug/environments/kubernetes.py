@@ -11,7 +11,15 @@ from typing import Dict, Mapping, Optional
 from mmdevplug.config.launch_options import COUNTED
 from mmdevplug.errors import LaunchError
 
-from .base import DEFAULT_PORT, Environment, Hosts, LaunchEnv, check_port, format_variables
+from .base import (
+    DEFAULT_PORT,
+    Environment,
+    Hosts,
+    LaunchEnv,
+    check_address,
+    check_port,
+    format_variables,
+)
 from .loopback import is_loopback
 from .stale import AGENT_VARIABLES, TORCHRUN_VARIABLES, stale_variables, unset_line
 
@@ -126,7 +134,7 @@ class Kubernetes(Environment):
             return job
         if not address:
             raise self._refuse('MASTER_ADDR', 'the name or the address of the first pod')
-        job = job._replace(master_addr=address)
+        job = job._replace(master_addr=check_address(address, 'MASTER_ADDR'))
         return job._replace(master_port=check_port(number or DEFAULT_PORT, port))
 
     def _refuse(self, name: str, expected: str) -> LaunchError:

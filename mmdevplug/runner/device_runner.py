@@ -147,9 +147,9 @@ class DeviceRunner(Runner):
             trust_classes(self.cfg.checkpoint_classes)
         super().setup_env(env_cfg)
 
-    def set_randomness(self, *args: Any, **kwargs: Any) -> None:
+    def set_randomness(self, seed: Optional[int] = None, *args: Any, **kwargs: Any) -> None:
         """Seed as MMEngine does, and the accelerator's own generators too."""
-        super().set_randomness(*args, **kwargs)
+        super().set_randomness(seed, *args, **kwargs)
         self.device_context.accelerator.manual_seed(self._seed)
 
     def build_logger(self, *args: object, **kwargs: object) -> MMLogger:
