@@ -23,7 +23,7 @@ def write(folder, name, text):
             'nowhere.py not found!',
         ),
         (f'_base_ = {DIGITS!r}\nlr = unknown', "below.py:2: NameError: name 'unknown' is not def"),
-        (f'_base_ = {DIGITS!r}\nmodel = dict(', "SyntaxError: '(' was never closed"),
+        (f'_base_ = {DIGITS!r}\nmodel = dict(', 'SyntaxError: '),
         ("_base_ = 'nowhere/base.py'", 'nowhere/base.py'),
         (f"_base_ = {DIGITS!r}\nlr = '{{{{$NOT_SET:}}}}'", '`NOT_SET` cannot be found'),
         (f'_base_ = [{DIGITS!r}, {DIGITS!r}]', 'Duplicate key is not allowed among bases'),

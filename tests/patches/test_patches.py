@@ -340,6 +340,8 @@ def test_what_is_listed_exists(symbol):
         pytest.importorskip(package_of(symbol.owner))
     if 'subprocess_handler' in symbol.owner:  # elsewhere before PyTorch 2.3
         pytest.importorskip('torch.distributed.elastic.multiprocessing.subprocess_handler')
+    if 'torch.amp' in symbol.owner:  # elsewhere before PyTorch 1.11
+        pytest.importorskip('torch.amp')
     try:
         owner = importlib.import_module(symbol.owner)
     except ImportError:
