@@ -10,7 +10,7 @@ import torch
 from mmengine.config import Config
 from mmengine.logging import print_log
 from mmengine.runner import CheckpointLoader
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.distributed.waiting import run_on_main
@@ -21,7 +21,7 @@ from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.file_kinds import describe_no_checkpoint
 from mmdevplug.utils.logs import log_warning
 
-from .writing import FINISHED, POINTER, STARTED, PathLike, is_local, write_text
+from .writing import FINISHED, POINTER, SHARDS, STARTED, PathLike, is_local, write_text
 
 
 def read_checkpoint(
@@ -44,9 +44,12 @@ def read_checkpoint(
 
 
 def read_for_model(
-    filename: str, map_location: Any = 'cpu', mapped: bool = False
+    filename: str, map_location: Any, mapped: bool, model: nn.Module
 ) -> Dict[str, Any]:
-    """Read a checkpoint that has weights, alone or under ``state_dict``, where they are then."""
+    """Read a checkpoint that has weights, alone or under ``state_dict``, where they are then.
+
+    Those of a model's shards are in a folder beside the file.
+    """
     checkpoint = read_checkpoint(filename, map_location, mapped)
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
@@ -61,6 +64,12 @@ def read_for_model(
         raise CheckpointError(
             f'state_dict of checkpoint {filename} is of type '
             f'{type(checkpoint["state_dict"]).__name__}; expected weights by name. Save it so.'
+        )
+    if SHARDS in checkpoint:
+        from mmdevplug.sharding.states import attach_shards
+
+        attach_shards(
+            checkpoint, os.path.join(os.path.dirname(filename), checkpoint[SHARDS]), model
         )
     return checkpoint
 

@@ -14,6 +14,11 @@ from mmengine.runner.amp import autocast
 
 from mmdevplug.accelerators import Accelerator, current_accelerator
 from mmdevplug.utils.patching import KEPT, active_patches, patch_symbol
+from mmdevplug.utils.torch_compat import keep_from_tracing
+
+#: Collectives and checks, at which torch.compile would break its graphs. The model and the
+#: optimizer that they call are compiled all the same.
+UNTRACED = 'distributed fault_tolerance gradients hooks model staged'
 
 #: The devices with a gradient scaler that MMEngine knows; 0.10.0 does not know MUSA.
 _KNOWN = ('cuda', 'npu', 'mlu', 'musa')
@@ -41,6 +46,12 @@ def patch_autocast(accelerator: Accelerator, compiled: bool = False) -> None:
         _ = accelerator.precision  # made here, which torch.compile cannot trace
     if (compiled or not mmengine_supports(accelerator)) and not active_patches(autocast):
         patch_symbol(autocast, 'func', _autocast, KEPT)
+
+
+def prepare_compiling(accelerator: Accelerator) -> None:
+    """Keep torch.compile from our own functions, and from what it cannot trace of MMEngine's."""
+    keep_from_tracing(*[f'mmdevplug.{part}' for part in UNTRACED.split()])
+    patch_autocast(accelerator, compiled=True)
 
 
 def patch_cuda_autocast(accelerator: Accelerator) -> None:

@@ -25,7 +25,7 @@ from mmdevplug.checkpoint.host_copy import copy_to_host
 from mmdevplug.checkpoint.participants import Participants
 from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
 from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
-from mmdevplug.checkpoint.writing import SHARDS, write_checkpoint
+from mmdevplug.checkpoint.writing import write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.data import make_resumable
@@ -39,19 +39,14 @@ from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.prepare import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.optim.adapt_config import adapt_optim_wrapper_cfg, check_optimizers, describe_fp16
-from mmdevplug.patches.autocast import patch_autocast
+from mmdevplug.patches.autocast import prepare_compiling
 from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
-from mmdevplug.utils.torch_compat import keep_from_tracing
 
 from .device_log_processor import DeviceLogProcessor
 from .explain_errors import current_group, explained
 from .init_device import init_from_options
-
-#: Collectives and checks, at which torch.compile would break its graphs. The model and the
-#: optimizer that they call are compiled all the same.
-UNTRACED = 'distributed fault_tolerance gradients hooks model staged'
 
 
 @RUNNERS.register_module()
@@ -63,18 +58,15 @@ class DeviceRunner(Runner):
     is MMEngine's.
 
     Args:
-        *args: See :class:`mmengine.runner.Runner`.
-        accelerator (str, dict or Accelerator, optional): The accelerator (see
-            :func:`mmdevplug.get_accelerator`), and options of ours, e.g. ``dict(type='gcu',
-            backend='gloo')``: see :class:`mmdevplug.config.accelerator.AcceleratorOptions`.
-            Defaults to None: the key ``accelerator`` of ``cfg``.
+        accelerator (str, dict or Accelerator, optional): The accelerator, and options of ours,
+            e.g. ``dict(type='gcu', backend='gloo')``: see
+            :class:`mmdevplug.config.accelerator.AcceleratorOptions`.
         model_parallel (dict or bool, optional): Whether and how the model is spread over several
             devices: options of :class:`mmdevplug.config.model_parallel.ModelParallelOptions`.
-            Defaults to None: the key ``model_parallel`` of ``cfg``.
         sharding (dict or bool, optional): Whether and how the model is sharded over the ranks:
-            options of :class:`mmdevplug.config.sharding.ShardingOptions`. Defaults to None: the
-            key ``sharding`` of ``cfg``.
-        **kwargs: See :class:`mmengine.runner.Runner`.
+            options of :class:`mmdevplug.config.sharding.ShardingOptions`.
+        *args, **kwargs: See :class:`mmengine.runner.Runner`. What is None above is the key of that
+            name in ``cfg``.
 
     Examples:
         >>> cfg.runner_type = 'DeviceRunner'
@@ -206,18 +198,18 @@ class DeviceRunner(Runner):
         with fail_together('wrapping the model'):
             if self.sharding is not None:
                 return self.sharding.place(model, self)
+            parallel = self.parallelism
+            spread = parallel and partial(parallel.place, context=self.device_context)
             placed = place_model(
                 model,
                 self.device_context,
                 model_wrapper_cfg,
                 sync_bn=self.cfg.get('sync_bn'),
                 find_unused_parameters=self.cfg.get('find_unused_parameters', False),
-                spread=None
-                if self.parallelism is None
-                else partial(self.parallelism.place, context=self.device_context),
+                spread=spread,
                 host_losses=self.accelerator_options.host_losses,
             )
-            return placed if self.parallelism is None else self.parallelism.guard(placed)
+            return placed if parallel is None else parallel.guard(placed)
 
     def _init_model_weights(self) -> None:
         """Initialize weights where the config says, and make them equal on all ranks."""
@@ -231,8 +223,7 @@ class DeviceRunner(Runner):
     def _maybe_compile(self, target: str) -> None:
         """Compile as MMEngine does, if the config says so, but not our own functions."""
         if self.cfg.get('compile'):
-            keep_from_tracing(*[f'mmdevplug.{part}' for part in UNTRACED.split()])
-            patch_autocast(self.device_context.accelerator, compiled=True)
+            prepare_compiling(self.device_context.accelerator)
         super()._maybe_compile(target)
 
     # the optimizer ------------------------------------------------------------------------------
@@ -320,10 +311,13 @@ class DeviceRunner(Runner):
 
         If the file cannot be written, an earlier one of that name stays.
         """
-        backend_args = backend_args or file_client_args  # as MMEngine before 0.2 calls them
         path = join_path(out_dir, filename, backend_args=backend_args)
         if not is_main_process():
             join_collecting(self, save_optimizer, path)
+            return
+        if file_client_args is not None:  # which name other backends than `backend_args`
+            rest = save_optimizer, save_param_scheduler, meta, by_epoch
+            super().save_checkpoint(out_dir, filename, file_client_args, *rest)
             return
         checkpoint = collect_checkpoint(
             self, save_optimizer, save_param_scheduler, meta, by_epoch, path
@@ -357,17 +351,9 @@ class DeviceRunner(Runner):
         strict: bool = False,
         revise_keys: list = [(r'^module.', '')],  # noqa: B006  MMEngine's signature
     ) -> Dict:
-        """Load a checkpoint without running code from it, or refuse it.
-
-        See :meth:`mmengine.runner.Runner.load_checkpoint`.
-        """
+        """Load a checkpoint as MMEngine does, but without running code from it, or refuse it."""
         model = unwrap_model(self.model)
-        checkpoint = read_for_model(filename, map_location, mapped=self.sharding is not None)
-        if SHARDS in checkpoint:
-            from mmdevplug.sharding.states import attach_shards
-
-            folder = os.path.join(os.path.dirname(filename), checkpoint[SHARDS])
-            attach_shards(checkpoint, folder, model)
+        checkpoint = read_for_model(filename, map_location, self.sharding is not None, model)
         if self._resuming:
             adapt_to_hooks(self, checkpoint, filename)
         # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
