@@ -87,10 +87,10 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         with self._lock:
             if not self._finished:
                 try:
-                    self._wait(timeout)
+                    late = self._wait(timeout)
+                    if late is not None:
+                        return late
                 except RuntimeError as error:
-                    if timeout and not self._all_completed():
-                        return error
                     self._error = self._explained(error)
                 self._finished = True
                 self.buffers, self.read = None, ()  # type: ignore[assignment]
@@ -103,17 +103,24 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
             due.set_result(None)
         return None
 
-    def _wait(self, timeout: timedelta) -> None:
+    def _wait(self, timeout: timedelta) -> Optional[RuntimeError]:
+        """Wait and copy the results; returns what a work that has not ended in time says."""
         if self.begins:
             self._group.begin_deferred()
         if self.refused is not None:
             raise self.refused
         for work in self._works:
+            if isinstance(work, StagedWork):  # of several in one call
+                late = work.end(timeout)
+                if late is not None:
+                    return late
             try:
                 work.wait(timeout) if timeout else work.wait()
-            except RuntimeError:
-                if not (timeout and work.is_completed()):
+            except RuntimeError as error:
+                if not timeout:
                     raise
+                if not work.is_completed():  # asked once: it may end at any moment
+                    return error
                 work.wait()  # raises its own error, if it has not just ended
         buffers = self.buffers
         if buffers.due or buffers.written:
@@ -122,6 +129,7 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
             with torch.inference_mode(inference), torch.no_grad():
                 buffers.copy_back()
             self.finite = buffers.finite
+        return None
 
     def _explained(self, error: RuntimeError) -> StagedError:
         if isinstance(error, StagedError):  # of one of several that were coalesced
