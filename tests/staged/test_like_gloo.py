@@ -125,7 +125,9 @@ def test_a_work_that_ends_while_a_thread_looks_is_no_failure(coalesced):
     def explain(error):
         raise AssertionError('who looks again explains nothing') from error
 
-    group = SimpleNamespace(works={}, describe=lambda *_: 'all_reduce', explain=explain)
+    group = SimpleNamespace(
+        works={}, dropped=[], describe=lambda *_: 'all_reduce', explain=explain
+    )
     work = StagedWork(group, 'all_reduce', [], [], [])
     work.begins = [EndsInBetween()]
     work.begin()
