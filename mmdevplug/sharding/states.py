@@ -95,8 +95,7 @@ def collect_states(state: Any, folder: Optional[str], part: str) -> Any:
             return {SHARD: name, 'shape': tuple(value.shape), 'dtype': value.dtype}
         local = value.to_local()
         # Also of a rank whose part is empty: all ranks gather the same tensors.
-        place = local.untyped_storage().data_ptr() or id(value)
-        key = place, local.storage_offset(), tuple(value.shape)
+        key = local.untyped_storage()._cdata, local.storage_offset(), tuple(value.shape)
         if key not in shards:
             whole = value.detach().full_tensor()
             shards[key] = whole.cpu() if torch_dist.get_rank() == 0 else None

@@ -72,8 +72,11 @@ def test_a_resumed_run_is_the_run_that_was_interrupted(folder, tmp_path):
         assert 'shards' in load_file(last)
     else:
         assert equal(load_alone(last), complete[0]['averaged'])
-        assert 'module.stem.weight' in load_file(last)['ema_state_dict']
-        saved = load_file(last)['optimizer']['state']
+        file = load_file(last)
+        tied = [file['state_dict'][f'blocks.{n}.second.weight'].data_ptr() for n in (2, 3)]
+        assert tied[0] == tied[1]  # gathered and saved once
+        assert 'module.stem.weight' in file['ema_state_dict']
+        saved = file['optimizer']['state']
         shapes = {each['exp_avg'].shape for each in saved.values()}
         assert complete[0]['weights']['stem.weight'].shape in shapes
 
