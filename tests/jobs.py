@@ -127,17 +127,20 @@ def train_digits(accelerator, work_dir, global_batch=128, **options):
     """Train the digits example.
 
     Returns:
-        dict: ``accuracy`` in percent, ``weights`` (name → host tensor), ``device``, ``wrapper``.
+        dict: ``accuracy`` in percent, ``weights`` (name → host tensor), ``device``, ``wrapper``,
+        ``norms`` (of the gradients, as logged).
     """
     install_card(accelerator)
     options['train_dataloader__batch_size'] = global_batch // int(os.environ.get('WORLD_SIZE', 1))
     runner = RUNNERS.build(digits_config(accelerator, work_dir, **options))
     runner.train()
     model = getattr(runner.model, 'module', runner.model)
-    accuracy = runner.message_hub.log_scalars.get('val/accuracy')
+    scalars = runner.message_hub.log_scalars
+    accuracy, norms = scalars.get('val/accuracy'), scalars.get('train/grad_norm')
     return dict(
         accuracy=None if accuracy is None else float(accuracy.current()),
         weights=weights_of(model),
+        norms=None if norms is None else norms.data[0].tolist(),
         device=str(next(model.parameters()).device),
         wrapper=type(runner.model).__name__,
         staged=getattr(runner.model, 'staging', None) is not None,

@@ -53,7 +53,7 @@ def clipped_on_the_cpu(tmp_path_factory):
 def train_clipped(accelerator, folder):
     """Four epochs with batch normalization, clipping by norm and EMA, in one process."""
     (result,) = run_ranks(train_with_ema, 0, accelerator, folder)
-    return result['weights']
+    return result
 
 
 def train_with_ema(accelerator, work_dir):
@@ -68,5 +68,7 @@ def train_with_ema(accelerator, work_dir):
 
 @pytest.mark.parametrize('accelerator', [LAZY])
 def test_clipping_updates_running_statistics_once(tmp_path, clipped_on_the_cpu, accelerator):
-    weights = train_clipped(accelerator, tmp_path)
-    assert largest_difference(weights, clipped_on_the_cpu) <= 1e-6
+    result = train_clipped(accelerator, tmp_path)
+    assert largest_difference(result['weights'], clipped_on_the_cpu['weights']) <= 1e-6
+    assert result['norms'] == pytest.approx(clipped_on_the_cpu['norms'], rel=1e-4)
+    assert len(result['norms']) == 4 * 11  # of each iteration
