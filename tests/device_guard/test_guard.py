@@ -247,8 +247,10 @@ def other_threads():
         with pytest.raises(RuntimeError, match=STOCK):
             torch.matmul(x, y)
         told.append(modes())
+        with guard, pytest.raises(DeviceMismatchError):  # each thread enters by itself
+            torch.matmul(x, y)
 
-    with DeviceGuard():
+    with DeviceGuard() as guard:
         thread = threading.Thread(target=mix)
         thread.start()
         thread.join()

@@ -239,8 +239,9 @@ def test_ranks_that_accelerate_does_not_see(seen, monkeypatch):
     with pytest.warns(UserWarning, match=text):
         _check_ranks()
     monkeypatch.setattr(AcceleratorState, '_shared_state', seen)
+    model = Tied()
     with pytest.raises(PlacementError, match=text):
-        _check_ranks()
+        dispatch(model, plan(model, 'cpu', training=True, exclude_cpu=False))
 
 
 def test_swapped_and_mistaken_arguments():
