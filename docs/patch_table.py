@@ -47,7 +47,9 @@ _LISTED = {
         'mmengine.model.averaged_model.BaseAveragedModel: update_parameters',
         'torch.Tensor: cuda is_cuda',
         'torch.Tensor: type',
-        'torch.amp.autocast_mode.autocast: __init__',
+        'torch.amp.autocast_mode.autocast: __init__ __enter__',
+        'torch: is_autocast_enabled get_autocast_dtype',
+        'torch.amp.autocast_mode: _cast',
         'torch: index_select',
         'torch.Tensor: index_select',
     ),
@@ -58,7 +60,7 @@ _LISTED = {
         'mmrazor.models.utils.utils: get_module_device',
     ),
     LAZY_MODEL: ('mmseg.models.losses.accuracy: accuracy', 'torch: _shape_as_tensor'),
-    AUTOCAST: ('mmengine.runner.amp.autocast: func',),
+    AUTOCAST: ('mmengine.runner.amp.autocast: __code__',),
     VIDEOS: ('mmdet.evaluation.metrics.base_video_metric: collect_tracking_results_cpu',),
     PROCESS_GROUP: ('torch.distributed: barrier',),
     MMCV_OPS: ('mmcv._ext: *',),
@@ -203,6 +205,20 @@ REASONS_EN = {
         'they mean the device of this process.',
         'Model repositories ask a tensor for its device.',
     ),
+    **dict.fromkeys(
+        ('torch.is_autocast_enabled', 'torch.get_autocast_dtype', 'torch.amp.autocast_mode._cast'),
+        (
+            'Functions of autograd with `torch.cuda.amp.custom_fwd(cast_inputs=torch.float32)` '
+            'ask them for CUDA, and would compute in 16 bits on another device. From PyTorch 2.4 '
+            'on.',
+            'They name `device_type` in `torch.amp.custom_fwd`.',
+        ),
+    ),
+    'torch.amp.autocast_mode.autocast.__enter__': (
+        'A method of a model was decorated with `torch.cuda.amp.autocast(enabled=False)` before '
+        'there was a job.',
+        'Model repositories call `mmengine.runner.autocast`.',
+    ),
     'torch.amp.autocast_mode.autocast.__init__': (
         'Models turn mixed precision off with `torch.cuda.amp.autocast(enabled=False)` where a '
         'loss or a cost needs float32, which has no effect on another device.',
@@ -240,9 +256,10 @@ REASONS_EN = {
         'made there; it is replaced in each module that imported it.',
         'It returns the device of the first parameter.',
     ),
-    'mmengine.runner.amp.autocast.func': (
+    'mmengine.runner.amp.autocast.__code__': (
         'It refuses devices that MMEngine does not list, or casts for the CPU; models '
-        'have imported the function, so the generator in its closure is replaced.',
+        'have imported the function and decorated others with it, so the code of its generator '
+        'is replaced.',
         'MMEngine passes the device type on to `torch.autocast`.',
     ),
     'mmseg.models.losses.accuracy.accuracy': (
@@ -358,6 +375,18 @@ REASONS = {
         '模型、损失和指标会调用 `.cuda()`，或在 `is_cuda` 为真时才调用，指的都是本进程的设备。',
         '模型库向张量询问其设备。',
     ),
+    **dict.fromkeys(
+        ('torch.is_autocast_enabled', 'torch.get_autocast_dtype', 'torch.amp.autocast_mode._cast'),
+        (
+            '带有 `torch.cuda.amp.custom_fwd(cast_inputs=torch.float32)` 的 autograd 函数'
+            '向它们询问 CUDA 的状态，在其他设备上会以 16 位计算。自 PyTorch 2.4 起。',
+            '这些函数在 `torch.amp.custom_fwd` 中写明 `device_type`。',
+        ),
+    ),
+    'torch.amp.autocast_mode.autocast.__enter__': (
+        '模型的方法在任务开始之前就已用 `torch.cuda.amp.autocast(enabled=False)` 装饰。',
+        '模型库调用 `mmengine.runner.autocast`。',
+    ),
     'torch.amp.autocast_mode.autocast.__init__': (
         '损失或代价需要 float32 时，模型用 `torch.cuda.amp.autocast(enabled=False)` 关闭混合精度，'
         '而这在其他设备上不起作用。',
@@ -390,9 +419,9 @@ REASONS = {
             '它返回第一个参数的设备。',
         ),
     ),
-    'mmengine.runner.amp.autocast.func': (
+    'mmengine.runner.amp.autocast.__code__': (
         '它拒绝 MMEngine 未列出的设备，或转而在 CPU 上转换精度；模型已导入该函数，'
-        '因此替换其闭包中的生成器。',
+        '并用它装饰过其他函数，因此替换其生成器的代码。',
         'MMEngine 将设备类型传给 `torch.autocast`。',
     ),
     'mmseg.models.losses.accuracy.accuracy': (

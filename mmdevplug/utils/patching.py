@@ -48,9 +48,8 @@ def patch_symbol(owner: object, name: str, replacement: object, period: str = JO
     """Replace a symbol of another package.
 
     Args:
-        owner (module, type or function): What holds the symbol. If it is a function, the variable
-            in its closure is replaced.
-        name (str): The name there.
+        owner (module, type or function): What holds the symbol.
+        name (str): The name there, e.g. ``__code__`` of a function that others have imported.
         replacement: The new value. In a class, as the class holds it, e.g. a ``classmethod``.
         period (str): When :func:`restore_patches` restores it. Defaults to ``JOB``.
 
@@ -87,7 +86,7 @@ def full_name(owner: Any) -> str:
 
 def _read(owner: object, name: str) -> Any:
     if isinstance(owner, FunctionType):
-        return owner.__closure__[owner.__code__.co_freevars.index(name)].cell_contents
+        return getattr(owner, name)
     # Not getattr(): a class holds the classmethod, not the bound method.
     if isinstance(owner, type) and hasattr(owner, name):
         return vars(owner).get(name, _INHERITED)
@@ -95,9 +94,7 @@ def _read(owner: object, name: str) -> Any:
 
 
 def _write(owner: object, name: str, value: object) -> None:
-    if isinstance(owner, FunctionType):
-        owner.__closure__[owner.__code__.co_freevars.index(name)].cell_contents = value
-    elif value is _INHERITED:
+    if value is _INHERITED:
         delattr(owner, name)
     else:
         setattr(owner, name, value)

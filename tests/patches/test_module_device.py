@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from mmengine.model import BaseModel
+from mmengine.runner.amp import autocast
 from torch import nn
 
 from tests.jobs import install_card
@@ -95,14 +96,39 @@ def test_a_call_of_cuda_moves_to_the_device_of_this_process(accelerator):
     run_ranks(ask_for_cuda, 0, accelerator)
 
 
+def dtype_of(layer, inputs):
+    return layer(inputs).dtype
+
+
+def decorate():
+    """Decorate a function as models do, with names that they imported: mmdet3d with MMEngine's."""
+    return [
+        torch.cuda.amp.autocast(enabled=False)(dtype_of),
+        torch.autocast('cuda', enabled=False)(dtype_of),
+        torch.autocast('cuda', dtype=torch.float32)(dtype_of),  # of BEVFusion
+        autocast(enabled=False)(dtype_of),
+        autocast(device_type='cuda', enabled=False)(dtype_of),
+    ]
+
+
+class InFloat32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, layer):
+        ctx.dtype = inputs.dtype, dtype_of(layer, inputs)
+        return inputs.clone()
+
+
+if hasattr(torch, 'get_autocast_dtype'):
+    InFloat32.forward = torch.cuda.amp.custom_fwd(InFloat32.forward, cast_inputs=torch.float32)
+
+
 def cast_by_cuda(accelerator):
     """What dtypes a model computes in that turns mixed precision off and on by CUDA's names."""
-    from mmengine.runner.amp import autocast
-
     from mmdevplug.model.inferencers import patch_mmengine
     from mmdevplug.patches.mmengine import restore_mmengine
 
     install_card(accelerator)
+    before = decorate()
     patch_mmengine(accelerator)
     layer = nn.Linear(2, 2).to(accelerator)
     inputs = torch.ones(2, 2).to(accelerator)
@@ -115,8 +141,17 @@ def cast_by_cuda(accelerator):
                 with context():
                     found.append(layer(inputs).dtype)
         found.append(layer(inputs).dtype)
+        wide = {function(layer, inputs) for function in before + decorate()}
+        if hasattr(torch, 'get_autocast_dtype'):
+            with torch.autocast('cuda', dtype=torch.float32):  # which casts what it gets
+                wide.add(dtype_of(layer, inputs.to(torch.bfloat16)))
+            seen = InFloat32.apply(inputs.to(torch.bfloat16).requires_grad_(), layer)
+            wide.update(seen.grad_fn.dtype)
+        assert wide == {torch.float32}, wide
+        assert layer(inputs).dtype == torch.bfloat16
     restore_mmengine()
     assert torch.autocast.__init__.__code__.co_filename.endswith('autocast_mode.py')
+    assert torch.autocast.__enter__.__code__.co_filename.endswith('autocast_mode.py')
     return found
 
 

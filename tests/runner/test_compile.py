@@ -85,7 +85,7 @@ def test_mixed_precision_is_compiled(tmp_path, ranks, norm):
 
 def test_mmengines_autocast_is_replaced_on_every_device_where_a_model_is_compiled():
     (found,) = run_ranks(compile_with_autocast, 0)
-    assert found == [torch.bfloat16, *[torch.float32] * 3]
+    assert found == [torch.bfloat16, *[torch.float32] * 5]
 
 
 def compile_with_autocast():
@@ -96,6 +96,7 @@ def compile_with_autocast():
     accelerator = CPUAccelerator()
     set_device_context(DeviceContext(accelerator, 'a test', accelerator.device()))
     patch.mmengine_supports = lambda accelerator: True
+    before = [torch.autocast('cuda', enabled=False)(torch.mm), autocast(enabled=False)(torch.mm)]
     patch.patch_autocast(accelerator, compiled=True)
     patch.patch_cuda_autocast(accelerator)
 
@@ -107,6 +108,7 @@ def compile_with_autocast():
                 plain = inputs @ inputs
             with torch.cuda.amp.autocast(enabled=False):
                 as_cuda = inputs @ inputs
-        return cast, plain, as_cuda, inputs @ inputs
+            decorated = [function(inputs, inputs) for function in before]
+        return cast, plain, as_cuda, *decorated, inputs @ inputs
 
     return [result.dtype for result in step(torch.ones(2, 2))]
