@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mmdevplug.config.fields import shortened
 from mmdevplug.errors import CheckpointError, DevPlugError
-from mmdevplug.patches.load_weights import load_weights
+from mmdevplug.patches.load_weights import load_state_dict
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 
@@ -64,18 +64,12 @@ def load_model(
         weights = {re.sub(pattern, replacement, key): value for key, value in weights.items()}
     weights = OrderedDict(weights)
     weights._metadata = releases
-    fit = load_weights(model, weights)
-    fit.refuse_if_nothing_fits(filename, weights)
-    if fit.complete:
-        return None
-    text = fit.describe(filename)
-    if strict:
-        raise CheckpointError(f'{text} Expected all of it: strict=True.')
+    fit = load_state_dict(model, weights, strict, filename=filename)
+    text = None if fit.complete else fit.describe(filename)
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     lacking = {*fit.missing, *(refused.split(':')[0] for refused in fit.refused)}
     if resuming and lacking & trained:
         raise refusal(filename, f'Cannot resume: {text} The optimizer has no states for these.')
-    log_warning(text)
     return text
 
 

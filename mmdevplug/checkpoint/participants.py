@@ -222,17 +222,13 @@ def keeps_state(hook: Hook) -> bool:
 def add_hooks(participants: Participants, runner: AnyRunner) -> None:
     """Add all hooks that keep a state."""
     for name, hook in named_hooks(runner):
-        state: Any = hook
-        for kind, names in () if has_state(hook) else _ATTRIBUTES.items():
-            if isinstance(hook, kind):
-                get = partial(_attributes, hook, names)
-                state = SimpleNamespace(state_dict=get, load_state_dict=vars(hook).update)
-        if has_state(state):
+        if has_state(hook):
+            participants.add(f'hook {name}', hook)
+        elif keeps_state(hook):
+            kept = next(_ATTRIBUTES[kind] for kind in _ATTRIBUTES if isinstance(hook, kind))
+            get = partial(lambda own, kept: {each: own[each] for each in kept}, vars(hook), kept)
+            state = SimpleNamespace(state_dict=get, load_state_dict=vars(hook).update)
             participants.add(f'hook {name}', state)
-
-
-def _attributes(hook: Hook, names: Sequence[str]) -> Dict[str, Any]:
-    return {name: getattr(hook, name) for name in names}
 
 
 def named_hooks(runner: AnyRunner) -> Iterator[Tuple[str, Hook]]:
@@ -252,13 +248,10 @@ class RandomStates:
 
     _saved: Optional[Dict[str, Any]] = None
 
-    def state_dict(self) -> Dict[str, Any]:
-        """The states as they are now."""
-        rank_device()[0].renew_rng()
-        return self.note()
-
-    def note(self) -> Dict[str, Any]:
-        """Note the states, for :meth:`restore`."""
+    def state_dict(self, renew: bool = True) -> Dict[str, Any]:
+        """Note the states as they are now, for :meth:`restore`, too."""
+        if renew:
+            rank_device()[0].renew_rng()
         self._saved = random_state(rank_device()[0], rank_devices())
         return self._saved
 

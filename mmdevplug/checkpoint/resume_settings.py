@@ -161,7 +161,7 @@ class OptimizerSettings:
     Args:
         name (str): Of the optimizer in an OptimWrapperDict, or ''.
         wrapper (OptimWrapper): It has made no step yet.
-        schedulers (list, optional): Of the optimizer.
+        schedulers (list): Of the optimizer.
         config: Of the schedulers: a dict, a list, or what was built before.
     """
 
@@ -169,9 +169,9 @@ class OptimizerSettings:
     takes_config = False
 
     def __init__(
-        self, name: str, wrapper: AnyOptimWrapper, schedulers: Optional[List[Any]], config: object
+        self, name: str, wrapper: AnyOptimWrapper, schedulers: List[Any], config: object
     ) -> None:
-        self.name, self.wrapper, self.schedulers = name, wrapper, list(schedulers or [])
+        self.name, self.wrapper, self.schedulers = name, wrapper, schedulers
         configs = config if isinstance(config, (list, tuple)) else [config]
         self.configs = [one if isinstance(one, Mapping) else {} for one in configs]
         self.groups = [

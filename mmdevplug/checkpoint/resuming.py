@@ -4,11 +4,7 @@ from typing import Any, Mapping, Optional
 
 from mmengine.dist import get_world_size
 from mmengine.hooks import Hook
-from mmengine.runner.loops import (
-    EpochBasedTrainLoop,
-    IterBasedTrainLoop,
-    _InfiniteDataloaderIterator,
-)
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 
 from mmdevplug.data.resumable_loader import Reading, ResumableLoader
 from mmdevplug.utils.annotations import AnyRunner
@@ -50,12 +46,17 @@ class Resumption:
                 f'the checkpoint is in the middle of accumulative_counts={counts}, and gradients '
                 f'of {runner.iter % counts} iteration(s) were not saved'
             )
-        iterator = getattr(getattr(loop, 'dataloader_iterator', None), '_iterator', None)
-        # What has no place begins anew, and MMEngine's loop drops the batches trained on.
+        endless = getattr(loop, 'dataloader_iterator', None)
+        reading = getattr(endless, '_iterator', None)
+        # Of what has no place and begins anew, MMEngine's loop drops the batches trained on.
         if isinstance(loop, IterBasedTrainLoop) and (
-            isinstance(iterator, Reading) and (loader is None or loader.has_place)
+            isinstance(reading, Reading) and (loader is None or loader.has_place)
         ):
-            loop.dataloader_iterator = _Advanced(loop.dataloader_iterator, loop.iter)
+            constants = map(str, IterBasedTrainLoop.run.__code__.co_consts)
+            if hasattr(endless, 'skip_iter'):  # OneDL's
+                endless.skip_iter = lambda num_iters: None
+            elif any('Advance dataloader' in text for text in constants):  # not in 0.10.0
+                reading.placeholders = loop.iter
         if at is not None:
             loader.before_next = random.restore
             if isinstance(loop, EpochBasedTrainLoop) and at:
@@ -89,30 +90,7 @@ class Resumption:
         # Validation draws random numbers too, and training goes on after them.
         self._random.restore()
         self.runner.val_loop.run()
-        self._random.note()
-
-
-class _Advanced(_InfiniteDataloaderIterator):
-    """The iterator of a loop over iterations whose loader begins where training continues.
-
-    MMEngine's loop takes and drops as many batches as were trained on, but not in 0.10.0, nor in
-    OneDL's, which calls ``skip_iter``: here ``steps`` only counts them.
-    """
-
-    def __init__(self, iterator: Any, steps: int) -> None:
-        vars(self).update(vars(iterator))
-        constants = map(str, IterBasedTrainLoop.run.__code__.co_consts)
-        drops = any('Advance dataloader' in text for text in constants)
-        self._steps = steps if drops and not hasattr(iterator, 'skip_iter') else 0
-
-    def skip_iter(self, num_iters: int) -> None:
-        """Do nothing: the loader begins where training continues."""
-
-    def __next__(self) -> Any:
-        if self._steps > 0:
-            self._steps -= 1
-            return None
-        return super().__next__()
+        self._random.state_dict(renew=False)
 
 
 def repeat_validation(

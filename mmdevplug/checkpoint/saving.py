@@ -94,7 +94,8 @@ class CheckpointSaver:
         method = getattr(type(runner), 'save_checkpoint', None)
         as_ours = getattr(method, 'collects_as_mmengine', False)
 
-        def follow() -> None:
+        def finish(save: Callable[[], None]) -> None:
+            save()
             if names_it:
                 writing.write_text(path, pointer)
             for old in outdated:
@@ -106,35 +107,24 @@ class CheckpointSaver:
 
         if self.options.async_save and (as_ours or method is Runner.save_checkpoint):
             if is_main_process():
-                self._start(collect_checkpoint(runner, path=path, **options), path, follow)
+                checkpoint = collect_checkpoint(runner, path=path, **options)
+                self._background.join()  # its copy is freed
+                copied = copy_to_host(checkpoint, rank_device()[0], keep=True)
+                save = partial(writing.write_checkpoint, copied, path, self.backend_args)
+                self._background.start(partial(finish, save))
             else:
                 join_collecting(runner, options['save_optimizer'], path)
             return
-        save = partial(runner.save_checkpoint, folder, name, backend_args=self.backend_args)
-
-        def write() -> None:
-            save(**options)
-            follow()
-
+        options['backend_args'] = self.backend_args
+        save = partial(runner.save_checkpoint, folder, name, **options)
         if not is_main_process():
-            save(**options)
-        run_on_main(f'saving {name}', write)
+            save()
+        run_on_main(f'saving {name}', partial(finish, save))
 
     def finish(self) -> None:
         """Wait for the background; raise its error."""
         if self.options.async_save:
             run_on_main('writing the last checkpoint', self._background.join)
-
-    def _start(self, checkpoint: Dict, path: str, follow: Callable[[], None]) -> None:
-        """Copy to host memory, and write the copy in the background."""
-        self._background.join()  # its copy is freed
-        copied = copy_to_host(checkpoint, rank_device()[0], keep=True)
-
-        def write() -> None:
-            writing.write_checkpoint(copied, path, self.backend_args)
-            follow()
-
-        self._background.start(write)
 
 
 def collect_checkpoint(
@@ -159,6 +149,7 @@ def collect_checkpoint(
         'state_dict': get_state_dict(unwrap_model(runner.model)),
         'message_hub': dict(hub, resumed_keys=dict.fromkeys(saved, True)),
     }
+    optimizers = by_name(runner.optim_wrapper, runner.param_schedulers, None)
     if save_optimizer:
         if not isinstance(runner.optim_wrapper, OptimWrapper):
             raise CheckpointError(
@@ -166,13 +157,14 @@ def collect_checkpoint(
                 f'OptimWrapper. Save without it: default_hooks.checkpoint.save_optimizer=False.'
             )
         checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
-        checkpoint['meta']['kinds'] = kinds = {}
-        for name, *found, _ in by_name(runner.optim_wrapper, runner.param_schedulers, None):
-            kinds[name] = kinds_of(*found)
+        checkpoint['meta']['kinds'] = {name: kinds_of(*found) for name, *found, _ in optimizers}
     if save_param_scheduler and runner.param_schedulers is None:
         runner.logger.warning('There are no parameter schedulers, so none are saved.')
     elif save_param_scheduler:
-        checkpoint['param_schedulers'] = _scheduler_states(runner.param_schedulers)
+        states = {
+            name: [one.state_dict() for one in each or ()] for name, _, each, _ in optimizers
+        }
+        checkpoint['param_schedulers'] = states.get('', states)
     if getattr(runner, 'sharding', None) is not None:
         _collect_shards(runner, checkpoint, path)
     runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
@@ -242,25 +234,19 @@ def _pretty_text(cfg: Config) -> str:
     return _formatted[plain]
 
 
-def _scheduler_states(schedulers: Any) -> Any:
-    if isinstance(schedulers, dict):
-        return {name: [each.state_dict() for each in some] for name, some in schedulers.items()}
-    return [each.state_dict() for each in schedulers]
-
-
 def by_name(optim_wrapper: AnyOptimWrapper, schedulers: Any, config: Any) -> List[Tuple]:
     """List the optimizers of a runner: name, wrapper, schedulers and the configs of these."""
     if not isinstance(optim_wrapper, OptimWrapperDict):
-        return [('', optim_wrapper, schedulers, config)]
+        return [('', optim_wrapper, schedulers or [], config)]
     named = isinstance(config, Mapping) and 'type' not in config
     return [
-        (name, one, (schedulers or {}).get(name), config.get(name) if named else config)
+        (name, one, (schedulers or {}).get(name, []), config.get(name) if named else config)
         for name, one in optim_wrapper.items()
     ]
 
 
-def kinds_of(wrapper: AnyOptimWrapper, schedulers: Optional[Sequence[Any]]) -> Dict[str, Any]:
+def kinds_of(wrapper: AnyOptimWrapper, schedulers: Sequence[Any]) -> Dict[str, Any]:
     """Name the classes of an optimizer, or of the one inside of it, and of its schedulers."""
     optimizer = getattr(wrapper.optimizer, 'optim', wrapper.optimizer)
-    names = [type(one).__name__ for one in schedulers or ()]
+    names = [type(one).__name__ for one in schedulers]
     return dict(optimizer=type(optimizer).__name__, schedulers=names)

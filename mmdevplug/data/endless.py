@@ -17,7 +17,8 @@ from mmdevplug.accelerators.random_states import host_random_state, set_host_ran
 from mmdevplug.errors import SampleError
 from mmdevplug.utils.loops import length_of
 
-from .resumable_loader import ResumableLoader, build_batch_sampler, build_sampler
+from .order import build_batch_sampler, build_sampler
+from .resumable_loader import ResumableLoader
 
 #: A pass that gives more than this many times the length of its sampler has no end.
 MOST_PASSES = 2

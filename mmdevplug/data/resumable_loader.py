@@ -1,83 +1,18 @@
 """Data loaders that count the batches they have yielded, and go on there in a resumed run."""
 
-import copy
 from collections import deque
 from functools import partial
-from inspect import isgenerator
-from itertools import chain, islice
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
+from itertools import islice
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 from weakref import ref
 
 import torch
 from mmengine.dist import get_rank, get_world_size
-from mmengine.registry import DATA_SAMPLERS
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.utils.loops import UNKNOWN
 
-
-class Order:
-    """The batches of indices that a loader reads, pass after pass; a pass can begin at any batch.
-
-    Reading the batches that are left out draws no random numbers. Random augmentation in worker
-    processes depends only on the seed, the rank, the pass and the index of the batch, not on the
-    number of workers or on where a run began.
-    """
-
-    def __init__(self, batches: Any, sampler: Any) -> None:
-        self.batches, self.sampler = batches, sampler
-        #: Adds the seed of a batch for workers: called with the batch, its pass and its index.
-        self.add_seed: Optional[Callable[[Any, int, int], Any]] = None
-        #: Whether each pass passes its number to the sampler: who reads may count from 0 again.
-        self.sets_epoch = False
-        #: How many passes were begun, and the number of the newest that has given a batch.
-        self.passes, self.begun = 0, -1
-        #: The random state of the host when that one began.
-        self.start: Any = None
-        #: How many batches were drawn from the sampler, and how many before that pass.
-        self.drawn = self.drawn_before = 0
-        #: Of the next pass: batches, then samples to leave out, and epoch and random state.
-        self.resumed: Optional[Tuple[int, int, Optional[int], Any]] = None
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        # A generator: this runs when the first batch is asked for. PyTorch calls it twice for a
-        # pass with workers, and reads the second.
-        resumed, self.resumed = self.resumed, None
-        number, skip, drop = self.passes - 1, 0, 0
-        if resumed is None:
-            if self.sets_epoch:
-                self.sampler.set_epoch(number)
-            self.start = host_random_state()
-            batches = iter(self.batches)
-        else:
-            skip, drop, epoch, start = resumed
-            now = host_random_state()
-            # Not earlier: DistSamplerSeedHook sets the epoch of the loop, which is always 0 in
-            # one over iterations.
-            if epoch is not None and hasattr(self.sampler, 'set_epoch'):
-                self.sampler.set_epoch(epoch)
-            set_host_random_state(start or now)
-            self.start = start or now
-            batches = iter(self.batches)
-            # One at least: samplers draw when their first index is asked for.
-            ahead = deque(islice(batches, max(skip, 1)), maxlen=1)
-            batches = batches if skip else chain(ahead, batches)
-            set_host_random_state(now)
-        self.begun, self.drawn_before = number, self.drawn
-        self.drawn += skip
-        for index, batch in enumerate(batches, skip):
-            self.drawn += 1
-            if drop and index == skip:
-                batch = batch[drop:]
-                if not batch:  # an incomplete one, which was trained on
-                    continue
-            if self.add_seed is not None and isinstance(batch, (list, tuple)):
-                batch = self.add_seed(batch, number, index)
-            yield batch
+from .order import Order, build_batch_sampler, build_sampler, draws_on, sampler_of
 
 
 class Reading:
@@ -85,6 +20,8 @@ class Reading:
 
     def __init__(self, loader: 'ResumableLoader') -> None:
         self._loader, self.ended = loader, False
+        #: How many batches a loop takes and drops, as it does not know that it goes on.
+        self.placeholders = 0
         self.begin()
 
     def begin(self) -> None:
@@ -100,6 +37,9 @@ class Reading:
         return self
 
     def __next__(self) -> Any:
+        if self.placeholders > 0:
+            self.placeholders -= 1
+            return None
         if self._inner is None:
             self.begin()
         called, self._loader.before_next = self._loader.before_next, None
@@ -200,11 +140,14 @@ class ResumableLoader(DataLoader):
         if order is None:
             return None
         begun = under_way and order.begun == self._passes - 1
-        drawn = order.drawn_before if begun else order.drawn
+        drawn, kept = order.drawn, order.kept()
+        if begun:
+            drawn, kept = order.drawn_before, order.kept_before
         return dict(
             state,
             start=order.start if begun else None,
             drawn=drawn if draws_on(order.sampler) else 0,
+            kept=kept,
             sampler_seed=getattr(order.sampler, 'seed', None),
             sampler_epoch=getattr(order.sampler, 'epoch', None),
         )
@@ -243,6 +186,7 @@ class ResumableLoader(DataLoader):
         order.sets_epoch = state['sampler_epoch'] == state['passes'] - 1 > 0
         deque(islice(iter(order.batches) if state['drawn'] else (), state['drawn']), maxlen=0)
         order.drawn = state['drawn']
+        order.keep(state.get('kept', []))
         if state['yielded'] is None:
             return
         start = state['start'] if state['ranks'] == get_world_size() else None
@@ -332,41 +276,9 @@ def has_state(thing: object) -> bool:
     return hasattr(thing, 'state_dict') and hasattr(thing, 'load_state_dict')
 
 
-def draws_on(sampler: Any) -> bool:
-    """Whether a sampler goes on where the last pass has left it, as MMEngine's InfiniteSampler."""
-    held = list(getattr(sampler, '__dict__', {}).values())
-    for each in list(held):
-        held += each.values() if isinstance(each, dict) else ()
-    return any(map(isgenerator, held))
-
-
 def batch_size_of(loader: Any) -> Optional[int]:
     """The number of samples of a batch, None if it is not known."""
     size = getattr(loader, 'batch_size', None)
     if size is None:
         size = getattr(getattr(loader, 'batch_sampler', None), 'batch_size', None)
     return size if isinstance(size, int) else None
-
-
-def sampler_of(loader: Any) -> Any:
-    """Return the sampler that shuffles: that of the batch sampler, or of the data loader."""
-    batches = getattr(loader, 'batch_sampler', None)
-    return getattr(batches, 'sampler', None) or getattr(loader, 'sampler', None)
-
-
-def build_sampler(loader: Any, config: object, seed: Optional[int]) -> Any:
-    """Build the sampler of a loader again from its config; None if the config has none."""
-    sampler = config.get('sampler') if isinstance(config, Mapping) else None
-    if not isinstance(sampler, Mapping):
-        return None
-    defaults = dict(dataset=loader.dataset, seed=seed)
-    return DATA_SAMPLERS.build(copy.deepcopy(dict(sampler)), default_args=defaults)
-
-
-def build_batch_sampler(loader: Any, config: Any, sampler: Sampler) -> Any:
-    """Build the batch sampler of a loader again from its config, over a sampler."""
-    batches = config.get('batch_sampler')
-    if not isinstance(batches, Mapping):
-        return BatchSampler(sampler, loader.batch_size, loader.drop_last)
-    defaults = dict(sampler=sampler, batch_size=config.get('batch_size'))
-    return DATA_SAMPLERS.build(copy.deepcopy(dict(batches)), default_args=defaults)

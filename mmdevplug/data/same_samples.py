@@ -30,7 +30,7 @@ from mmdevplug.utils.loops import length_of, loader_of, loaders_of
 
 from .checking import MAX_LISTED, by_epoch, describe
 from .endless import TRIED
-from .resumable_loader import build_batch_sampler, build_sampler, sampler_of
+from .order import build_batch_sampler, build_sampler, sampler_of
 
 #: At most this number of indices of a sampler, and of entries of a list, is compared.
 MOST_INDICES, MOST_ENTRIES = 500, 5000

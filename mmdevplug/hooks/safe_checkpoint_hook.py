@@ -153,7 +153,7 @@ class SafeCheckpointHook(CheckpointHook):
         participants.warn_of_unused(self._participants.waiting)
         if hasattr(runner.model, 'warm_up') and self._plain is not None:
             warm_up = partial(runner.model.warm_up, data_batch, runner.optim_wrapper)
-            self._random.note()
+            self._random.state_dict(renew=False)
             self._plain.keeping(warm_up)
             self._random.restore()
 

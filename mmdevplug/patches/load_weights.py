@@ -2,7 +2,7 @@
 
 import logging
 import re
-from typing import Any, List, Mapping, NamedTuple, Sequence
+from typing import Any, List, Mapping, NamedTuple, Optional, Sequence
 
 from mmengine.logging import print_log
 from mmengine.model import BaseTTAModel, is_model_wrapper
@@ -74,18 +74,24 @@ class Fit(NamedTuple):
 
 
 def load_state_dict(
-    module: nn.Module, state_dict: Mapping[str, Any], strict: bool = False, logger: object = None
-) -> None:
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    strict: bool = False,
+    logger: object = None,
+    filename: Optional[str] = None,
+) -> Fit:
     """Load weights as ``mmengine.runner.checkpoint.load_state_dict``, and say what fits.
 
     Raises CheckpointError if nothing fits, or with ``strict`` if anything does not.
     """
+    filename = filename or last_read()
     fit = load_weights(module, state_dict)
-    fit.refuse_if_nothing_fits(last_read(), state_dict)
+    fit.refuse_if_nothing_fits(filename, state_dict)
     if not fit.complete:
         if strict:
-            raise CheckpointError(f'{fit.describe(last_read())} Expected all of it: strict=True.')
-        print_log(fit.describe(last_read()), logger or 'current', logging.WARNING)
+            raise CheckpointError(f'{fit.describe(filename)} Expected all of it: strict=True.')
+        print_log(fit.describe(filename), logger or 'current', logging.WARNING)
+    return fit
 
 
 def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> Fit:

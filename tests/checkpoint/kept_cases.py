@@ -8,10 +8,11 @@ import torch
 from mmengine.dist import get_rank
 from mmengine.hooks import Hook
 from mmengine.model import BaseDataPreprocessor
-from mmengine.registry import HOOKS, LOOPS, MODELS
+from mmengine.registry import DATA_SAMPLERS, HOOKS, LOOPS, MODELS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.runner.loops import _InfiniteDataloaderIterator
 from torch import nn
+from torch.utils.data import Sampler
 
 from mmdevplug.utils.model import unwrap_model
 from tests.checkpoint.training import NoisyModel
@@ -228,7 +229,47 @@ def _drawn(*others):
     return dict(by_epoch=False, train_cfg=loop)
 
 
+@DATA_SAMPLERS.register_module(force=True)
+class DrawsByItself(Sampler):
+    """A sampler with generators of its own, which counts its passes."""
+
+    def __init__(self, dataset, seed=None, shuffle=True):
+        self.size, self.passes = len(dataset), 0
+        self.one, self.two = torch.Generator().manual_seed(7), np.random.RandomState(8)
+        self.three, self.four = np.random.default_rng(9), random.Random(10)
+
+    def __iter__(self):
+        order = torch.randperm(self.size, generator=self.one).tolist()
+        self.two.shuffle(order)
+        self.three.shuffle(order)
+        self.four.shuffle(order)
+        self.passes += 1
+        return iter(order[self.passes % 3 :] + order[: self.passes % 3])
+
+    def __len__(self):
+        return self.size
+
+
+@DATA_SAMPLERS.register_module(force=True)
+class KeepsTheRest(Sampler):
+    """Batches, of which what is left of a pass comes first in the next one."""
+
+    def __init__(self, sampler, batch_size):
+        self.sampler, self.batch_size, self.rest = sampler, batch_size, []
+
+    def __iter__(self):
+        for index in self.sampler:
+            self.rest.append(index)
+            if len(self.rest) == self.batch_size:
+                yield self.rest[:]
+                del self.rest[:]
+
+    def __len__(self):
+        return len(self.sampler) // self.batch_size
+
+
 _RANDOM = dict(type='GlobalRandomSampler')
+_OWN = dict(type='DrawsByItself')
 _INFINITE = dict(type='InfiniteSampler', shuffle=True)
 _WORKERS = dict(num_workers=1, persistent_workers=True)
 
@@ -248,5 +289,17 @@ KEPT = dict(
     drawn=_drawn(_loader(12), _loader(16, sampler=_RANDOM)),
     drawn_with_workers=_drawn(_loader(12, **_WORKERS), _loader(24, sampler=_INFINITE)),
     participant=dict(custom_hooks=[dict(type='Teaches')]),
+    sampler=dict(train_dataloader=_loader(sampler=_OWN)),
+    sampler_by_iter=dict(by_epoch=False, train_dataloader=_loader(sampler=_OWN, **_WORKERS)),
+    batch_sampler=dict(
+        train_dataloader=dict(
+            batch_size=4,
+            num_workers=1,
+            collate_fn=dict(type='default_collate'),
+            sampler=dict(type='DefaultSampler', shuffle=True),
+            batch_sampler=dict(type='KeepsTheRest'),
+            dataset=dict(type='NoisyDataset', indices=22),
+        )
+    ),
     hook=dict(custom_hooks=[dict(type='ReadsByItself', loader=_loader(12, sampler=_RANDOM))]),
 )
