@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from mmdevplug.accelerators import rank_device, rank_devices
 from mmdevplug.accelerators.random_states import random_state, set_random_state
 from mmdevplug.data.resumable_loader import has_state, make_resumable
-from mmdevplug.distributed.byte_exchange import gather_bytes, to_bytes, to_tensor
+from mmdevplug.distributed.byte_exchange import gather_bytes
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.annotations import AnyRunner
@@ -183,8 +183,9 @@ def gather_states(participants: Participants) -> Dict[str, Any]:
     stream = io.BytesIO()
     states = copy_to_host(participants.state_dict(), rank_device()[0])
     save_with_warning(states, stream, 'a state of this rank')
-    mine = to_tensor(stream.getvalue())
-    ranks = [mine] if get_world_size() == 1 else gather_bytes(mine, call_tag='states')
+    ranks = [torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)]
+    if get_world_size() > 1:
+        ranks = gather_bytes(ranks[0], call_tag='states')
     return dict(version=VERSION, release=__version__, ranks=ranks)
 
 
@@ -208,7 +209,7 @@ def states_of_this_rank(saved: Mapping[str, Any], filename: str) -> Dict[str, An
 def unpack(packed: Tensor, filename: str) -> Dict[str, Any]:
     """Unpack the states of one rank."""
     with safe_loading(filename):
-        return torch.load(io.BytesIO(to_bytes(packed)))
+        return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()))
 
 
 # hooks ------------------------------------------------------------------------------------------

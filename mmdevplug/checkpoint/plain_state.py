@@ -9,7 +9,6 @@ import pickle
 import random
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from itertools import filterfalse
 from math import inf
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Set, Tuple
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from mmdevplug.accelerators import rank_device
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.model import unwrap_model
 
 from .host_copy import find_leaves
 from .participants import keeps_state, named_hooks, warn_of_unused
@@ -89,15 +87,10 @@ class PlainState:
         for owner in _owners(self._runner):
             if owner.path not in self._first and not isinstance(owner.value, nn.Module):
                 continue  # made while training, as is what holds it
-            first = self._first.get(owner.path, {})
-            differ: List[str] = []
-            unfit: Set[str] = set()
-            for name, mark in _marks(owner).items():
-                if first.get(name) != mark:
-                    differ.append(name)
-                    if owner.late or not mark[1]:
-                        unfit.add(name)
-            for name in sorted(differ):
+            first, marks = self._first.get(owner.path, {}), _marks(owner)
+            differ = sorted(name for name in marks if first.get(name) != marks[name])
+            unfit = {name for name in differ if owner.late or not marks[name][1]}
+            for name in differ:
                 value = owner.attributes[name]
                 # Attributes that the first use fills, such as a cache and the flag that says so,
                 # are left out together: a restored flag would promise a cache that is not there.
@@ -108,7 +101,7 @@ class PlainState:
                     continue
                 on_device = any(each.device.type != 'cpu' for each in _tensors(value).values())
                 found.setdefault(owner.path, {})[name] = (on_device, value)
-        new = list(filterfalse(self._warned.__contains__, left))
+        new = [each for each in left if each not in self._warned]
         if new:
             log_warning(
                 f'Changes while training and is not saved: {", ".join(new)}. A resumed run begins '
@@ -151,7 +144,7 @@ def _owners(runner: AnyRunner) -> Iterator[Owner]:
         if not keeps_state(hook):
             todo.append((f'hook {name}', hook, 0, late))
         late = late or isinstance(hook, CheckpointHook)
-    todo.append(('model', unwrap_model(runner.model), 0, False))
+    todo.append(('model', runner.model, 0, False))
     while todo:
         path, value, level, late = todo.pop()
         while isinstance(value, nn.Module) and is_model_wrapper(value):

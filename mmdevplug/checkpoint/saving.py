@@ -3,7 +3,7 @@
 import os
 import time
 from concurrent.futures import Future, wait
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, count
 from pathlib import Path
 from threading import Thread
@@ -27,7 +27,6 @@ from mmdevplug.fault_tolerance.failure import before_abort
 from mmdevplug.optim.adapt_config import join_consolidation
 from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 from mmdevplug.utils.loops import loader_of
-from mmdevplug.utils.model import unwrap_model
 
 from . import writing
 from .host_copy import copy_to_host
@@ -92,7 +91,7 @@ class CheckpointSaver:
         pointer = Path(runner.work_dir) / writing.POINTER
         backend = get_file_backend(path, backend_args=self.backend_args)
         method = getattr(type(runner), 'save_checkpoint', None)
-        as_ours = getattr(method, 'collects_as_mmengine', False)
+        known = getattr(method, 'collects_as_mmengine', method is Runner.save_checkpoint)
 
         def finish(save: Callable[[], None]) -> None:
             save()
@@ -105,7 +104,7 @@ class CheckpointSaver:
                 elif old != path and backend.isdir(old):
                     backend.rmtree(old)  # as DeepSpeed saves them
 
-        if self.options.async_save and (as_ours or method is Runner.save_checkpoint):
+        if self.options.async_save and known:
             if is_main_process():
                 checkpoint = collect_checkpoint(runner, path=path, **options)
                 self._background.join()  # its copy is freed
@@ -146,7 +145,7 @@ def collect_checkpoint(
     checkpoint: Dict[str, Any] = {
         'meta': _meta(runner, dict(meta or {}), by_epoch),
         # Children may be wrapped, too; their names are saved without `module.`.
-        'state_dict': get_state_dict(unwrap_model(runner.model)),
+        'state_dict': get_state_dict(runner.model),
         'message_hub': dict(hub, resumed_keys=dict.fromkeys(saved, True)),
     }
     optimizers = by_name(runner.optim_wrapper, runner.param_schedulers, None)
@@ -176,7 +175,7 @@ def join_collecting(runner: AnyRunner, save_optimizer: bool, path: str) -> None:
     if save_optimizer:
         join_consolidation(runner.optim_wrapper)
     if getattr(runner, 'sharding', None) is not None:
-        checkpoint = dict(state_dict=get_state_dict(unwrap_model(runner.model)))
+        checkpoint = dict(state_dict=get_state_dict(runner.model))
         if save_optimizer:
             checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
         _collect_shards(runner, checkpoint, path)
@@ -210,7 +209,7 @@ def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, 
     meta.setdefault('epoch', runner.epoch + 1 if by_epoch else runner.epoch)
     meta.setdefault('iter', runner.iter if by_epoch else runner.iter + 1)
     meta.update(
-        cfg=_pretty_text(runner.cfg),
+        cfg=_pretty_text(runner.cfg, repr(runner.cfg)),
         seed=runner.seed,
         experiment_name=runner.experiment_name,
         time=time.strftime('%Y%m%d_%H%M%S', time.localtime()),
@@ -222,16 +221,10 @@ def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, 
     return meta
 
 
-_formatted: Dict[str, str] = {}
-
-
-def _pretty_text(cfg: Config) -> str:
+@lru_cache(maxsize=1)
+def _pretty_text(cfg: Config, plain: str) -> str:
     """``cfg.pretty_text``, which takes a tenth of a second, once for each state of the config."""
-    plain = repr(cfg)
-    if plain not in _formatted:
-        _formatted.clear()
-        _formatted[plain] = cfg.pretty_text
-    return _formatted[plain]
+    return cfg.pretty_text
 
 
 def by_name(optim_wrapper: AnyOptimWrapper, schedulers: Any, config: Any) -> List[Tuple]:

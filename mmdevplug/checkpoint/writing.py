@@ -62,15 +62,18 @@ def write_checkpoint(
     checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict[str, Any]] = None
 ) -> None:
     """Write a checkpoint of host tensors to a local path or an address; raise CheckpointError."""
-    size = format_bytes(sum(map(tensor_bytes, tensors_in(checkpoint))))
-    if not is_local(path, backend_args):
-        # Object stores keep whole objects or none.
-        with show_progress(f'writing {size} to {path}'):
+
+    def doing() -> str:
+        return f'writing {format_bytes(sum(map(tensor_bytes, tensors_in(checkpoint))))} to {path}'
+
+    with show_progress(doing):
+        if not is_local(path, backend_args):
+            # Object stores keep whole objects or none.
             save_checkpoint(checkpoint, path, backend_args=backend_args)
-        return
-    make_folder(os.path.dirname(path))
-    with explaining(f'write {path}', os.path.dirname(path)), atomic_files.replacing(path) as part:
-        with show_progress(f'writing {size} to {path}'):
+            return
+        folder = os.path.dirname(path)
+        make_folder(folder)
+        with explaining(f'write {path}', folder), atomic_files.replacing(path) as part:
             # Straight into the file: MMEngine makes two copies of all of it in memory before.
             with _File(io.FileIO(str(part), 'w')) as file:
                 save_with_warning(checkpoint, file, path)

@@ -1,6 +1,7 @@
 """The order in which a loader reads: what samplers give, pass after pass, and what they keep."""
 
 import copy
+import pickle
 from collections import deque
 from functools import partial
 from inspect import isgenerator
@@ -94,22 +95,21 @@ class Order:
             yield batch
 
     def _values(self) -> List[Dict[str, Any]]:
-        """Numbers, texts and small lists in the attributes of sampler and batch sampler."""
-        return [
-            {name: copy.deepcopy(value) for name, value in _own(each).items() if _is_small(value)}
-            for each in (self.sampler, self.batches)
-        ]
+        found = []
+        for each in (self.sampler, self.batches):
+            values = {name: value for name, value in _own(each).items() if _is_small(value)}
+            values.update((name, get(value)) for name, value, (get, _) in _generators(each))
+            found.append(copy.deepcopy(values))
+        return found
 
     def kept(self) -> List[Dict[str, Any]]:
-        """What both keep from pass to pass: attributes that change, and states of generators."""
+        """What both keep from pass to pass: small attributes and generators that have changed."""
         if draws_on(self.sampler):
             return []  # all of its batches are drawn again
-        found = []
-        for each, now, built in zip((self.sampler, self.batches), self._values(), self._built):
-            found.append({name: v for name, v in now.items() if v != built.get(name, ...)})
-            for name, value, (get, _) in _generators(each):
-                found[-1][name] = get(value)
-        return found
+        return [
+            {k: v for k, v in now.items() if pickle.dumps(v) != pickle.dumps(built.get(k))}
+            for now, built in zip(self._values(), self._built)
+        ]
 
     def keep(self, kept: Sequence[Dict[str, Any]]) -> None:
         """Restore what :meth:`kept` has returned in an earlier run."""

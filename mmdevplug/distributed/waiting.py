@@ -123,15 +123,15 @@ def decide_together(
 
 def _job(timeout: Timeout) -> Optional[Tuple[Any, LaunchEnv, timedelta]]:
     """The store, how this process was started, and how long to wait; None in a single process."""
-    context = device_context()
-    limit = to_timeout(timeout, context.timeout if context else DEFAULT_TIMEOUT, 'timeout')
     found = current_job()
-    if found is not None:
-        return (*found, limit)
-    if not (torch_dist.is_available() and torch_dist.is_initialized()):
-        return None
-    if torch_dist.get_world_size() == 1:
-        return None
-    # Under a stock runner, whose process group was not made here.
-    store = torch_dist.distributed_c10d._get_default_store()
-    return torch_dist.PrefixStore('mmdevplug', store), group_env(), limit
+    if found is None:
+        if not (torch_dist.is_available() and torch_dist.is_initialized()):
+            return None
+        if torch_dist.get_world_size() == 1:
+            return None
+        # Under a stock runner, whose process group was not made here.
+        store = torch_dist.distributed_c10d._get_default_store()
+        found = torch_dist.PrefixStore('mmdevplug', store), group_env()
+    context = device_context()
+    default = context.timeout if context else DEFAULT_TIMEOUT
+    return (*found, to_timeout(timeout, default, 'timeout'))

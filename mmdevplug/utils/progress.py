@@ -3,7 +3,7 @@
 import time
 from contextlib import contextmanager
 from threading import Event, Thread
-from typing import Callable, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional, Union
 
 from .logs import log as write_log
 
@@ -12,14 +12,16 @@ IN_LOG = (5.0, 20.0)
 
 
 @contextmanager
-def show_progress(doing: str, log: Optional[Callable[[str], None]] = None) -> Iterator[None]:
+def show_progress(
+    doing: Union[str, Callable[[], str]], log: Optional[Callable[[str], None]] = None
+) -> Iterator[None]:
     """Show what takes long while it runs, e.g. "planning llama.py, 40 s so far", on rank 0 alone.
 
     Nothing is shown of short work. A thread prints, and ends with the work: functions that hold
     Python's lock for all of their time delay the lines until they return.
 
     Args:
-        doing (str): What goes on, as the start of a sentence.
+        doing (str or callable): What goes on, as the start of a sentence, or what returns it.
         log (callable): Takes lines. Defaults to None: the log, for work inside a training.
     """
     from torch import distributed as torch_dist  # here: the command does without PyTorch
@@ -39,8 +41,9 @@ def show_progress(doing: str, log: Optional[Callable[[str], None]] = None) -> It
         thread.join()
 
 
-def _show(doing: str, log: Callable[[str], None], done: Event) -> None:
+def _show(doing: Any, log: Callable[[str], None], done: Event) -> None:
     start, (wait, interval) = time.monotonic(), IN_LOG
     while not done.wait(wait):
-        log(f'{doing}, {time.monotonic() - start:.0f} s so far')
+        text = doing if isinstance(doing, str) else doing()
+        log(f'{text}, {time.monotonic() - start:.0f} s so far')
         wait = interval

@@ -34,7 +34,9 @@ def work(path):
             if status.code != 0:
                 raise
             if os.environ['RANK'] == '0':
-                with open(os.path.join(os.path.dirname(path), 'stops.txt'), 'a') as file:
+                attempt = os.environ['TORCHELASTIC_RESTART_COUNT']
+                noted = os.path.join(os.path.dirname(path), f'stopped_{attempt}')
+                with open(noted, 'a') as file:
                     file.write('stopped\n')
 
 

@@ -70,7 +70,7 @@ class KillByPlan(Hook):
 
     def __init__(self, plan):
         self.folder = Path(plan).parent
-        attempt = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
+        self.attempt = attempt = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
         plans = json.loads(Path(plan).read_text())
         self.terminations = plans['terminations']
         self.plan = plans['kills'][attempt] if attempt < len(plans['kills']) else None
@@ -93,9 +93,9 @@ class KillByPlan(Hook):
     def terminate(self, runner):
         """Send this process SIGTERM, once for each iteration in the plan that it has come to."""
         for iteration, rank in self.terminations.items():
-            noted = self.folder / f'terminated_{iteration}.txt'
+            noted = self.folder / f'terminated_{iteration}_{self.attempt}'
             due = rank == runner.rank and runner.iter + 1 >= int(iteration)
-            if due and not noted.exists():
+            if due and not any(self.folder.glob(f'terminated_{iteration}_*')):
                 noted.touch()
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.2)  # the others learn of it within a beat
@@ -103,12 +103,11 @@ class KillByPlan(Hook):
 
     def is_stopping(self):
         """Whether a rank was asked to stop and has not stopped yet: that comes before a kill."""
-        asked = list(self.folder.glob('terminated_*'))
-        stops = self.folder / 'stops.txt'
-        stopped = len(stops.read_text().splitlines()) if stops.exists() else 0
-        # Several requests may end in one stop, or none if all had just been killed.
-        lately = any(time.time() - path.stat().st_mtime < 2.0 for path in asked)
-        return lately and stopped < len(asked)
+        # Those of an earlier attempt died with it, and one stop answers all that came before it.
+        asked = self.folder.glob(f'terminated_*_{self.attempt}')
+        stopped = self.folder / f'stopped_{self.attempt}'
+        last = stopped.stat().st_mtime_ns if stopped.exists() else 0
+        return any(path.stat().st_mtime_ns > last for path in asked)
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if self.is_stopping():
