@@ -319,7 +319,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         After the first backward pass of a run DDP orders buckets by the time at which gradients
         became ready, and this order decides how the values of more than two ranks are added up. A
         resumed run has to add up its first gradients as the uninterrupted run did. The batch is
-        copied, gradients and buffers are restored; the caller restores the random states.
+        copied, buffers are restored, and there are no gradients before the first iteration; the
+        caller restores the random states.
         """
         if self.staging is not None or torch_dist.get_world_size(self._users_group) <= 2:
             return  # Host staging needs no warm-up, and the sum of two values has no order.
@@ -328,9 +329,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             for module in self.module.modules()
             for name, buffer in module.named_buffers(recurse=False)
         ]
-        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
-        for parameter, _ in gradients:
-            parameter.grad = None
         with optim_wrapper.optim_context(self):
             data = self.module.data_preprocessor(copy.deepcopy(data), training=True)
             losses = self._run_forward(data, mode='loss')
@@ -338,8 +336,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 setattr(module, name, buffer.copy_(before))  # PyTorch 1.10's BatchNorm replaces it
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for parameter in self.module.parameters():
+            parameter.grad = None
 
     def register_comm_hook(self, state: object, hook: Callable) -> None:
         """Register a communication hook with PyTorch's DDP, in place of ours.

@@ -70,7 +70,8 @@ def test_a_single_process(tmp_path, by_epoch, die_at, workers):
     assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', die_at, options))
 
 
-@pytest.mark.parametrize('world_size', [2, 4])
+# Of more than two, whose sums depend on the order of DDP's buckets.
+@pytest.mark.parametrize('world_size', [3, 4])
 @pytest.mark.parametrize('by_epoch', [True, False])
 def test_several_ranks(tmp_path, world_size, by_epoch):
     options = dict(by_epoch=by_epoch, checkpoint=EVERY_THIRD, **SEVERAL_BUCKETS)

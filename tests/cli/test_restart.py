@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import INTERFACE, Hosts, available
-from mmdevplug.environments.launch_variables import restarts
-from mmdevplug.errors import LaunchError
 from tests.jobs import PATHS, ROOT
 from tests.ranks import free_port
 
@@ -146,28 +144,3 @@ def test_a_killed_rank_on_one_of_two_hosts_is_restarted(tmp_path, hosts):
     starts = epochs_of(tmp_path / 'work')
     assert [min(start) for start in starts] == [1, starts[0][-1]]
     assert starts[-1][-1] == 3
-
-
-# how often --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ('launcher', 'environ', 'count'),
-    [
-        ('pytorch', dict(TORCHELASTIC_RESTART_COUNT='2'), 2),
-        ('slurm', dict(SLURM_RESTART_COUNT='1'), 1),
-        ('pytorch', dict(TORCHELASTIC_RESTART_COUNT='1', SLURM_RESTART_COUNT='1'), 2),
-        ('slurm', dict(TORCHELASTIC_RESTART_COUNT='2'), 0),
-        ('none', dict(TORCHELASTIC_RESTART_COUNT='2', SLURM_RESTART_COUNT='1'), 0),
-        ('pytorch', dict(TORCHELASTIC_RESTART_COUNT='0'), 0),
-        ('pytorch', {}, 0),
-    ],
-)
-def test_restarts_are_counted_where_they_happen(launcher, environ, count):
-    assert restarts(launcher, environ) == count
-
-
-@pytest.mark.parametrize('value', ['', 'x', '-1'])
-def test_a_requeue_count_that_is_no_number_is_refused(value):
-    with pytest.raises(LaunchError, match='^SLURM_RESTART_COUNT='):
-        restarts('slurm', dict(SLURM_RESTART_COUNT=value))

@@ -14,6 +14,7 @@ from mmdevplug.environments.launch_variables import (
     forget_stale_variables,
     refuse_to_run_alone,
     restart_count,
+    restarts,
 )
 from mmdevplug.environments.stale import RANK_VARIABLES, stale_variables, unset_line
 from mmdevplug.errors import LaunchError
@@ -234,3 +235,25 @@ def test_two_processes_of_torchrun_do_not_train_apart_unnoticed(tmp_path):
     assert done.returncode != 0
     assert 'Pass --launcher pytorch' in done.stderr
     assert not list(tmp_path.glob('**/*.pth'))
+
+
+@pytest.mark.parametrize(
+    ('launcher', 'environ', 'count'),
+    [
+        ('pytorch', dict(TORCHELASTIC_RESTART_COUNT='2'), 2),
+        ('slurm', dict(SLURM_RESTART_COUNT='1'), 1),
+        ('pytorch', dict(TORCHELASTIC_RESTART_COUNT='1', SLURM_RESTART_COUNT='1'), 2),
+        ('slurm', dict(TORCHELASTIC_RESTART_COUNT='2'), 0),
+        ('none', dict(TORCHELASTIC_RESTART_COUNT='2', SLURM_RESTART_COUNT='1'), 0),
+        ('pytorch', dict(TORCHELASTIC_RESTART_COUNT='0'), 0),
+        ('pytorch', {}, 0),
+    ],
+)
+def test_restarts_are_counted_where_they_happen(launcher, environ, count):
+    assert restarts(launcher, environ) == count
+
+
+@pytest.mark.parametrize('value', ['', 'x', '-1'])
+def test_a_requeue_count_that_is_no_number_is_refused(value):
+    with pytest.raises(LaunchError, match='^SLURM_RESTART_COUNT='):
+        restarts('slurm', dict(SLURM_RESTART_COUNT=value))

@@ -194,32 +194,3 @@ def count_messages(context):
 def test_few_messages():
     for step in run('zeta', count_messages):
         assert step == dict(average=1)
-
-
-def warm_up(context):
-    """What a warm-up of three ranks changes, and whether it orders the buckets of DDP."""
-    from mmengine.optim import OptimWrapper
-
-    from mmdevplug import DeviceDistributedDataParallel
-    from tests.checkpoint.training import NoisyModel
-
-    wrapper = DeviceDistributedDataParallel(NoisyModel(width=64), bucket_cap_mb=0.01)
-    data = dict(inputs=torch.arange(32.0).reshape(4, 8), targets=torch.ones(4, 2))
-    before = {name: value.clone() for name, value in wrapper.state_dict().items()}
-    kept = [torch.full_like(parameter, 3.0) for parameter in wrapper.parameters()]
-    for parameter, gradient in zip(wrapper.parameters(), kept):
-        parameter.grad = gradient
-    wrapper.warm_up(data, OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=1.0)))
-    after, gradients = wrapper.state_dict(), [each.grad for each in wrapper.parameters()]
-    same = all(torch.equal(value, after[name].cpu()) for name, value in before.items())
-    return dict(
-        same=same,
-        gradients=all(one is other for one, other in zip(kept, gradients)),
-        equal=all(bool((each == 3.0).all()) for each in kept),
-        ordered=wrapper.reducer._rebuild_buckets(),  # as the next forward pass does
-    )
-
-
-def test_a_warm_up_orders_buckets_and_changes_nothing_else():
-    for found in run('cpu', warm_up, world_size=3):
-        assert all(found.values()), found

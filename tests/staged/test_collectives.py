@@ -268,6 +268,7 @@ def beside_each_other(device):
         future.wait()
     else:
         torch_dist.all_reduce(tensor)
+        time.sleep(0.2)  # longer than a thread waits at a time
         torch_dist.recv(message, src=0)
         torch_dist.send(tensor + message, dst=0)
     found.append(('messages', on_host(message), torch.full((2,), 4.0 if rank == 0 else 2.0)))
@@ -560,3 +561,19 @@ def next_while_one_begins():
 
 def test_the_next_message_waits_for_one_that_waits_for_its_copy():
     assert run_ranks(next_while_one_begins, 2) == [([3.0] * 5, [1] * 3)] * 2
+
+
+def write_what_is_read():
+    start('cpu')
+    rank = torch_dist.get_rank()
+    own, parts = torch.full((4,), rank + 1.0), [torch.zeros(4), torch.zeros(4)]
+    time.sleep(0.5 * rank)
+    gathered = torch_dist.all_gather(parts, own, async_op=True)
+    received = torch_dist.broadcast(own, src=1, async_op=True)
+    has_ended = gathered.is_completed()
+    received.wait()
+    return has_ended, [part[0].item() for part in (*parts, own)]
+
+
+def test_what_a_message_reads_is_written_by_no_other_meanwhile():
+    assert run_ranks(write_what_is_read, 2) == [(True, [1.0, 2.0, 2.0])] * 2

@@ -8,6 +8,7 @@ import torch
 from torch import distributed as torch_dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mmdevplug.errors import StagedError
 from mmdevplug.staged.work import StagedWork
 from tests.ranks import run_ranks
 
@@ -106,14 +107,16 @@ def test_programs_find_what_they_find_with_gloo(device):
 
 
 class EndsInBetween:
-    """A work that ends just after it was asked whether it has."""
+    """A work that ends, maybe with an error, just after it was asked whether it has."""
 
-    def __init__(self):
-        self.asked = 0
+    def __init__(self, error=None):
+        self.asked, self.error = 0, error
 
     def wait(self, timeout=None):
         if self.asked == 0:
             raise RuntimeError('Operation timed out!')
+        if self.error is not None:
+            raise self.error
 
     def is_completed(self):
         self.asked += 1
@@ -139,3 +142,15 @@ def test_a_work_that_ends_while_a_thread_looks_is_no_failure(coalesced):
     assert work.end(timedelta(milliseconds=1)) is None
     assert work.exception() is None
     assert work.is_success()
+
+
+def test_the_error_of_a_work_that_ends_while_a_thread_looks_is_told():
+    group = SimpleNamespace(works={}, dropped=[], describe=lambda *_: 'all_reduce', explain=str)
+    work = StagedWork(group, 'all_reduce', [], [], [])
+    work.begins = [EndsInBetween(RuntimeError('connection reset'))]
+    work.begin()
+    for _ in range(2):
+        work.end(timedelta(milliseconds=1))
+    with pytest.raises(StagedError, match='all_reduce failed: connection reset'):
+        work.wait()
+    assert not work.is_success()
