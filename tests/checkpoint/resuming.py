@@ -182,6 +182,9 @@ def differences(folder, options, first=FIRST, second=SECOND):
                 return f'iteration {iteration}: {what} {other}, expected {one}'
     if got.keys() != expected.keys():
         return f'iterations {sorted(got)}, expected {sorted(expected)}'
+    left = sorted(each.name for each in cut.glob('interrupted_*'))
+    if left:
+        return f'{left} outlived the next checkpoint'
     (name, one), (other_name, other) = final_state(whole), final_state(cut)
     try:
         assert name == other_name

@@ -1,8 +1,10 @@
 """Configs that cannot be read, and packages that cannot be imported: one line each."""
 
 import textwrap
+from unittest.mock import Mock
 
 import pytest
+from mmengine.registry import RUNNERS
 
 from mmdevplug.cli import plan, test, train
 from tests.cli.running import DIGITS, config, mmdevplug, only_message
@@ -43,6 +45,19 @@ def test_a_config_that_cannot_be_read(tmp_path, text, says):
     ):
         assert f'CONFIG {str(path)!r} cannot be read: ' in found
         assert says in found, found
+
+
+def test_what_is_given_wins_over_the_config(tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(RUNNERS, 'build', lambda cfg: built.append(cfg) or Mock())
+    # As a run that was resumed has written it.
+    text = f'_base_ = {DIGITS!r}\nresume = True\nenv_cfg = dict(dist_cfg=dict(timeout=9))'
+    path, weights = str(write(tmp_path, 'c.py', text)), write(tmp_path, 'epoch_1.pth', '')
+    train.main([path, '--timeout', '60'])
+    test.main([path, str(weights)])
+    assert [cfg.env_cfg.dist_cfg.timeout for cfg in built] == [60, 9]
+    assert [cfg.resume for cfg in built] == [True, False]
+    assert built[1].load_from == str(weights)
 
 
 def test_the_host_alone_has_no_plan():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mmdevplug.sharding.states import is_sharded
 from tests.columns import NATIVE, job_of
 from tests.jobs import need_mmcv_operations, need_peft
 from tests.parallel_jobs import build
@@ -107,14 +108,18 @@ def test_weights_on_the_host_train_as_one_process(device, ranks, tmp_path):
 
 def infer_then_train(work_dir):
     runner = build('twice', 'cpu', work_dir, sharding=True, default_scope='mmengine')
+    drawn = torch.rand(1).item()
     with torch.inference_mode():
         runner.model(torch.ones(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))
+    whole = [name for name, each in runner.model.named_parameters() if not is_sharded(each)]
     runner.train()
-    return runner.iter
+    return runner.iter, whole, drawn
 
 
 def test_a_model_that_has_inferred_is_trained(tmp_path):
-    assert run_ranks(infer_then_train, 2, str(tmp_path)) == [10, 10]
+    first, second = run_ranks(infer_then_train, 2, str(tmp_path))
+    assert first == second  # ranks without weights have the random state of the first, too
+    assert first[:2] == (10, [])
 
 
 AMP = dict(optim_wrapper__type='AmpOptimWrapper', optim_wrapper__loss_scale='dynamic')
