@@ -1,6 +1,7 @@
 """Losses of detectors on the host, behind a network on a lazy device."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -114,21 +115,17 @@ def train_one_stage():
     return found
 
 
-def train_two_stages():
-    """Train each detector of two stages on both devices, and let it find boxes there."""
-    found = {}
-    for name in EXECUTIONS:
-        config = two_stage_detector(name)
-        masks = 'mask_head' in config.get('roi_head', config)
-        least = int(name == 'sparse')  # its loss is divided by the number of boxes
-        counts = [(max(one, least), max(other, least)) for one, other in FEW]
-        pictures = [batch(i, boxes, masks=masks) for i, boxes in enumerate(counts)]
-        found[name] = [train_detector(kind, config, pictures) for kind in ('cpu', 'xla')]
-        state = found[name][0]['state']
-        found[f'{name}, predicted'] = [
-            predict_detector(kind, config, pictures, state) for kind in ('cpu', 'xla')
-        ]
-    return found
+def train_two_stages(name):
+    """Train a detector of two stages on both devices, and let it find boxes there."""
+    config = two_stage_detector(name)
+    masks = 'mask_head' in config.get('roi_head', config)
+    least = int(name == 'sparse')  # its loss is divided by the number of boxes
+    counts = [(max(one, least), max(other, least)) for one, other in FEW]
+    pictures = [batch(i, boxes, masks=masks) for i, boxes in enumerate(counts)]
+    trained = [train_detector(kind, config, pictures) for kind in ('cpu', 'xla')]
+    state = trained[0]['state']
+    predicted = [predict_detector(kind, config, pictures, state) for kind in ('cpu', 'xla')]
+    return trained, predicted
 
 
 def at_the_start(_):
@@ -143,10 +140,11 @@ def trained():
     return found
 
 
-@pytest.fixture(scope='module')
-def two_stages():
+@functools.lru_cache(maxsize=None)
+def two_stages(name):
+    """Return what training and prediction gave, of the detectors that a test asks for."""
     need_mmcv_operations()
-    (found,) = run_ranks(train_two_stages, 0, environ=dict(CPU_NUM_DEVICES='1'))
+    (found,) = run_ranks(train_two_stages, 0, name, environ=dict(CPU_NUM_DEVICES='1'))
     return found
 
 
@@ -168,8 +166,8 @@ def test_few_executions_and_no_compilation_after_the_first_iterations(trained, n
 
 
 @pytest.mark.parametrize('name', list(EXECUTIONS))
-def test_detectors_train_as_on_the_host(two_stages, name):
-    expected, found = two_stages[name]
+def test_detectors_train_as_on_the_host(name):
+    (expected, found), _ = two_stages(name)
     assert largest_difference(expected, found) <= 1e-3
     for key, value in expected['state'].items():
         if not key.endswith('running_var'):
@@ -179,8 +177,8 @@ def test_detectors_train_as_on_the_host(two_stages, name):
 
 
 @pytest.mark.parametrize('name', list(EXECUTIONS))
-def test_detectors_predict_as_on_the_host(two_stages, name):
-    expected, found = two_stages[f'{name}, predicted']
+def test_detectors_predict_as_on_the_host(name):
+    _, (expected, found) = two_stages(name)
     for here, there in zip(found['predictions'], expected['predictions']):
         if 'sem_seg' in there:
             assert (here.sem_seg == there.sem_seg).float().mean() > 0.999
