@@ -48,8 +48,7 @@ _LISTED = {
         'torch.Tensor: cuda is_cuda',
         'torch.Tensor: type',
         'torch.amp.autocast_mode.autocast: __init__ __enter__',
-        'torch: is_autocast_enabled get_autocast_dtype',
-        'torch.amp.autocast_mode: _cast',
+        'torch.amp.autocast_mode: torch _cast',
         'torch: index_select',
         'torch.Tensor: index_select',
     ),
@@ -206,11 +205,11 @@ REASONS_EN = {
         'Model repositories ask a tensor for its device.',
     ),
     **dict.fromkeys(
-        ('torch.is_autocast_enabled', 'torch.get_autocast_dtype', 'torch.amp.autocast_mode._cast'),
+        ('torch.amp.autocast_mode.torch', 'torch.amp.autocast_mode._cast'),
         (
             'Functions of autograd with `torch.cuda.amp.custom_fwd(cast_inputs=torch.float32)` '
-            'ask them for CUDA, and would compute in 16 bits on another device. From PyTorch 2.4 '
-            'on.',
+            'ask there whether the autocast of CUDA is enabled, and would compute in 16 bits on '
+            'another device. From PyTorch 2.4 on.',
             'They name `device_type` in `torch.amp.custom_fwd`.',
         ),
     ),
@@ -376,10 +375,10 @@ REASONS = {
         '模型库向张量询问其设备。',
     ),
     **dict.fromkeys(
-        ('torch.is_autocast_enabled', 'torch.get_autocast_dtype', 'torch.amp.autocast_mode._cast'),
+        ('torch.amp.autocast_mode.torch', 'torch.amp.autocast_mode._cast'),
         (
             '带有 `torch.cuda.amp.custom_fwd(cast_inputs=torch.float32)` 的 autograd 函数'
-            '向它们询问 CUDA 的状态，在其他设备上会以 16 位计算。自 PyTorch 2.4 起。',
+            '在此询问 CUDA 的 autocast 是否启用，在其他设备上会以 16 位计算。自 PyTorch 2.4 起。',
             '这些函数在 `torch.amp.custom_fwd` 中写明 `device_type`。',
         ),
     ),

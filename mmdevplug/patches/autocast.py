@@ -4,9 +4,9 @@ Models use ``from mmengine.runner.amp import autocast``. That function refuses d
 MMEngine does not list, or silently casts for the CPU.
 """
 
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, Callable, Iterator, Optional
 
 import torch
@@ -73,7 +73,9 @@ def patch_cuda_autocast(accelerator: Accelerator) -> None:
     if kind == 'cuda' or torch.cuda.is_available() or not its_own:
         return
 
-    @getattr(torch, '_disable_dynamo', lambda function: function)  # since PyTorch 2.1
+    untraced = getattr(torch, '_disable_dynamo', lambda function: function)  # since PyTorch 2.1
+
+    @untraced
     @wraps(original)
     def init(self: Any, *args: Any, **options: Any) -> None:
         given = signature(original).bind(self, *args, **options)
@@ -88,6 +90,7 @@ def patch_cuda_autocast(accelerator: Accelerator) -> None:
         original(*given.args, **given.kwargs)
         self._enabled = enabled  # torch.compile reads it
 
+    @untraced
     @wraps(enter)
     def enter_that_of_device(self: Any) -> Any:
         if self.device == 'cuda' and not hasattr(self, 'of_cuda'):
@@ -118,9 +121,13 @@ def patch_cuda_autocast(accelerator: Accelerator) -> None:
     patch_symbol(torch.autocast, '__init__', init)
     patch_symbol(torch.autocast, '__enter__', enter_that_of_device)
     if hasattr(torch, 'get_autocast_dtype'):  # since PyTorch 2.4: custom_fwd() calls these
-        for name in ('is_autocast_enabled', 'get_autocast_dtype'):
-            patch_symbol(torch, name, of_device(getattr(torch, name), 0))
         mode = torch.amp.autocast_mode
+        # In that module alone: others, the compiler too, save and restore CUDA's own state.
+        seen_there: Any = ModuleType('torch')
+        seen_there.__getattr__ = partial(getattr, torch)
+        for name in ('is_autocast_enabled', 'get_autocast_dtype'):
+            setattr(seen_there, name, of_device(getattr(torch, name), 0))
+        patch_symbol(mode, 'torch', seen_there)
         patch_symbol(mode, '_cast', of_device(mode._cast, 1))
 
 

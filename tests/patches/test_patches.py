@@ -174,7 +174,7 @@ def expected_of(accelerator, ranks):
     without = (*INDICES, 'is_cuda') if accelerator == 'cpu' else ()
     without = (*without, 'IS_NPU_AVAILABLE')  # an NPU's
     if not hasattr(torch, 'get_autocast_dtype'):  # PyTorch before 2.4
-        without = (*without, 'is_autocast_enabled', 'get_autocast_dtype', '_cast')
+        without = (*without, 'torch', '_cast')
     if accelerator != 'xla':
         without = (*without, 'update_parameters', 'index_select')
     periods = (page.JOB, page.LOG_FILES, page.AUTOCAST)
@@ -325,7 +325,7 @@ def test_accuracy_is_recorded_where_it_was_imported():
 # the list ---------------------------------------------------------------------------------------
 
 #: Came with later releases than some that are supported, or are gone from the newest.
-OPTIONAL = {'all_gather_into_tensor', 'reduce_scatter_tensor', 'get_autocast_dtype', '*'}
+OPTIONAL = {'all_gather_into_tensor', 'reduce_scatter_tensor', '*'}
 
 
 def sources():
