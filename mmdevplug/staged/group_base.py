@@ -34,6 +34,8 @@ _GROUPS: 'weakref.WeakSet[GroupBase]' = weakref.WeakSet()
 _END_SECONDS = 10.0
 #: How long a rank whose collective timed out waits for others to say the same.
 _OTHERS_SECONDS = 1.0
+#: Of a message that nobody sends.
+_LAST_TAG = 0x7FFFFFFF
 
 
 class GroupBase(_Base):
@@ -45,6 +47,8 @@ class GroupBase(_Base):
         if _Base is not object:
             super().__init__(rank, size)
         self._rank, self._size, self.store, self.limit = rank, size, store, timeout
+        # First: others ask for it as soon as this rank is connected.
+        store.set(f'staged/process/{rank}', json.dumps([host_name(), os.getpid()]))
         gloo = torch_dist.ProcessGroupGloo(store, rank, size, timeout)
         debugs = getattr(torch_dist, 'get_debug_level', None)  # since PyTorch 1.11
         if debugs is not None and debugs() == torch_dist.DebugLevel.DETAIL:
@@ -55,20 +59,19 @@ class GroupBase(_Base):
         self.gloo: Any = gloo
         self.sums: Any = None  # SharedSums, from the first large sum on where ranks share memory
         self._sums_are_due = size > 1
-        store.set(f'staged/process/{rank}', json.dumps([host_name(), os.getpid()]))
         # Works that have not ended, and those that callers in C++ may still have. C++ has a half
         # of a work, which does nothing when its Python half is gone: PyTorch's reducer would wait
         # for ever for a work that Python has dropped (``DDP.join``).
         self.works: Dict[int, StagedWork] = {}
         self.dropped: Deque[StagedWork] = deque(maxlen=128)
-        self._threads: List[threading.Thread] = []
+        self._threads: Dict[threading.Thread, None] = {}
         self.ending = False
         self._deferred: Deque[StagedWork] = deque()
         self._deferring = threading.Lock()
         self._name = self._description = ''
         self._process = os.getpid()
         self._coalesced: Optional[List[StagedWork]] = None
-        self._count = 0  # of collectives that have begun
+        self._count = 0  # of collectives that have begun; not of messages, which ranks choose
         _GROUPS.add(self)
         atexit.unregister(end_all)
         atexit.register(end_all)
@@ -93,12 +96,16 @@ class GroupBase(_Base):
         if self.sums is not None:
             self.sums.close()
         self.ending = True  # for threads: one that comes back to an ended interpreter aborts it
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(1.0)
-        if self.works:
+        alive = self._join_threads(0.2)
+        if alive and self._size > 1:
+            # One waits for a message. A limit that passes closes all connections, which wakes it.
+            with suppress(RuntimeError):
+                peer, byte = (self._rank + 1) % self._size, torch.zeros(1, device='cpu')
+                self.gloo.recv([byte], peer, _LAST_TAG).wait(timedelta(milliseconds=1))
+            alive = self._join_threads(1.0)
+        if self.works or alive:
             # Other ranks are lost or late. Gloo's threads go on, with what they may free.
-            for kept in (self.gloo, *self.works.values()):
+            for kept in (self.gloo, *self.works.values(), *alive):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         self.gloo = None
 
@@ -158,12 +165,14 @@ class GroupBase(_Base):
         self._check_tensors(name, tensors)
         if self._deferred:
             self.begin_deferred()
-        self._count += 1
         sends, tracked = name.startswith('send'), not name.startswith(('send', 'recv'))
         written = [] if sends else tensors_in(results)
         if self.works and tracked:
             self._finish_before(tensors, written)
         work = StagedWork(self, name, tensors, written, results, tracked)
+        if tracked:
+            self._count += 1
+            work.number = self._count
         try:
             if op is not None:
                 check_reduction(op)
@@ -173,10 +182,11 @@ class GroupBase(_Base):
         except (RuntimeError, ValueError, TypeError) as error:
             told = f'{self.describe(name, tensors)} cannot begin: {self.explain(error)}'
             raise StagedError(told) from error
+        if work.begins:
+            self._deferred.append(work)  # first: who finds it below begins what is here
         if tracked:
             self.works[id(work)] = work
         if work.begins:
-            self._deferred.append(work)
             # Other ranks need it, even if nothing here waits or calls another collective for long.
             self.start_thread(self.begin_deferred)
         if self._coalesced is not None:
@@ -196,15 +206,25 @@ class GroupBase(_Base):
 
     def start_thread(self, target: Callable[[], None]) -> bool:
         """Start a thread that :meth:`shutdown` ends; not while Python ends."""
-        self._threads = [each for each in self._threads if each.is_alive()]
+        for thread in list(self._threads):  # others are started at the same time
+            if not thread.is_alive():
+                self._threads.pop(thread, None)
         # A daemon, so that a rank whose peers are lost ends with its main thread.
         thread = threading.Thread(target=target, name='staged', daemon=True)
         try:
             thread.start()
         except RuntimeError:  # "can't create new thread at interpreter shutdown"
             return False
-        self._threads.append(thread)
+        self._threads[thread] = None
         return True
+
+    def _join_threads(self, seconds: float) -> List[threading.Thread]:
+        """Wait until the threads end, but not longer; returns those that have not."""
+        end = time.monotonic() + seconds
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, end - time.monotonic()))
+        return [thread for thread in list(self._threads) if thread.is_alive()]
 
     def begin_deferred(self) -> None:
         """Begin works that wait for copies, in their order: a later one is to begin."""
@@ -213,31 +233,40 @@ class GroupBase(_Base):
                 work = self._deferred[0]
                 try:
                     work.begin()
-                except RuntimeError as error:
+                except BaseException as error:  # an interrupt, too: it has not begun
                     work.refused = error
+                    if not isinstance(error, Exception):
+                        raise
                 finally:
                     # Not before: who finds none here goes on with the next message.
                     self._deferred.popleft()
 
-    def explain(self, error: BaseException) -> str:
-        """What to say of an error, with the ranks that are gone or late as far as they show."""
-        told, late = first_line(error), 'imed out' in str(error)
+    def explain(self, error: BaseException, number: int = 0) -> str:
+        """What to say of an error, with the ranks that are gone or late as far as they show.
+
+        ``number``: of the collective, the same on all ranks; 0 of a message, which concerns two.
+        """
+        told, said = first_line(error), str(error)
         if 'process' in told:  # in shared memory, where they are known
             return told
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        with suppress(RuntimeError):  # the store may be gone with its rank
-            prefix = f'staged/late/{self._count}'
-            self.store.add(f'{prefix}/{self._rank}', 1)
-            end = time.monotonic() + (_OTHERS_SECONDS if late else 0.0)
+        late = number > 0 and ('imed out' in said or 'timeout' in said)
+        others: Dict[int, Any] = {}
+        with suppress(RuntimeError):  # the store may be gone with its rank, before others know
+            for rank in range(self._size):
+                if rank != self._rank:
+                    others[rank] = json.loads(self.store.get(f'staged/process/{rank}'))
+            self.store.add(f'staged/late/{number}/{self._rank}', 1)
+            end = time.monotonic() + _OTHERS_SECONDS
             while late and others and time.monotonic() < end:
-                others = [each for each in others if not self.store.add(f'{prefix}/{each}', 0)]
+                for rank in list(others):
+                    if self.store.add(f'staged/late/{number}/{rank}', 0):
+                        del others[rank]
                 time.sleep(0.02)
-            for rank in others:
-                host, pid = json.loads(self.store.get(f'staged/process/{rank}'))
-                if host == host_name() and has_ended(pid):
-                    told += f'; rank {rank} (process {pid}) has ended'
-                elif late:
-                    told += f'; rank {rank} (process {pid}) did not wait for it'
+        for rank, (host, pid) in others.items():
+            if host == host_name() and has_ended(pid):
+                told += f'; rank {rank} (process {pid}) has ended'
+            elif late:
+                told += f'; rank {rank} (process {pid}) did not wait for it'
         return told
 
     def describe(self, name: str, tensors: Sequence[Tensor]) -> str:

@@ -9,7 +9,16 @@ from torch.distributed import ReduceOp, distributed_c10d as c10d
 from mmdevplug.utils.torch_compat import is_functional
 
 from .group_base import GroupBase, Parts
-from .host_buffers import HALVES, HostBuffers, averaged, combine, is_average, scale, summand
+from .host_buffers import (
+    HALVES,
+    HostBuffers,
+    averaged,
+    combine,
+    is_average,
+    pins_memory,
+    scale,
+    summand,
+)
 from .work import StagedWork, overlap, tensors_in
 
 #: Of fewer bytes, the message takes less time than waiting for the others in shared memory.
@@ -153,7 +162,12 @@ class Reductions(GroupBase):
         """Add up pieces of the tensor itself, or of its copy on the host."""
         values = tensor.detach()
         plain = values.is_contiguous() and not values.is_neg() and not is_functional(values)
-        shared = sums.begin(values.view(-1) if plain else buffers.change(tensor), *how)
+        # Another thread copies pieces, which knows nothing of the streams of this one.
+        flat = values.view(-1) if plain and not pins_memory(values.device.type) else None
+        if flat is None:
+            flat = buffers.change(tensor)
+            buffers.wait_for_copies()
+        shared = sums.begin(flat, *how)
 
         def finish() -> None:
             buffers.finite = shared.finite

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Callable, Deque, List, Optional, Tuple
 
@@ -177,8 +178,10 @@ class SharedSums:
             while not self._stopped and self._error is None and self._step():
                 moved = True
             return moved
-        except RuntimeError as error:
-            self._fail(error)
+        except BaseException as error:  # an interrupt, too: a step half taken must not look taken
+            self._fail(error if isinstance(error, RuntimeError) else RuntimeError(repr(error)))
+            if not isinstance(error, Exception):
+                raise
             return True
         finally:
             self._working.release()
@@ -194,7 +197,8 @@ class SharedSums:
         elif head[_ADDED] < self._added and self._is_between(self._pieces[head[_ADDED] - read]):
             pass
         elif read < self._added and self._least(_ADDED) > read:
-            self._read(read, self._pieces.popleft())
+            self._read(read, self._pieces[0])
+            self._pieces.popleft()  # not before: what fails is among them
         else:
             return False
         return True
@@ -293,24 +297,26 @@ class SharedSums:
         Raises:
             RuntimeError: If a limit shorter than that of the group has passed.
         """
-        late, what = self._late()
         total = self._timeout.total_seconds()
-        over = time.monotonic() - wanted.started >= total
-        gone = [part for part in late if has_ended(part.pid)]
-        left = [part for part in late if memoryview(part.memory).cast('q')[_CLOSED]]
-        if gone or left or over:
-            error = f'{_named(gone)} ended' if gone else f'{_named(left)} left the group'
-            if not (gone or left):
-                error = f'timed out after {total:g} s, {_missing(late, what)}'
-            with self._working:
-                self._fail(RuntimeError(error))
-        elif waited >= limit:
-            raise RuntimeError(f'timed out after {limit:g} s, {_missing(late, what)}')
+        # Asked before their counts: a rank may take its last steps and end at any moment.
+        ended = {part.rank for part in self.parts if has_ended(part.pid)}
+        closed = {part.rank for part, head in zip(self.parts, self._heads) if head[_CLOSED]}
+        with self._working:
+            if wanted.finished:
+                return
+            late, what = self._late()
+            gone = [part for part in late if part.rank in ended]
+            left = [part for part in late if part.rank in closed]
+            if gone or left:
+                told = f'{_named(gone)} ended' if gone else f'{_named(left)} left the group'
+                self._fail(RuntimeError(told))
+            elif time.monotonic() - wanted.started >= total:
+                self._fail(RuntimeError(f'timed out after {total:g} s, {_missing(late, what)}'))
+            elif waited >= limit:
+                raise RuntimeError(f'timed out after {limit:g} s, {_missing(late, what)}')
 
     def _late(self) -> Tuple[List[SharedPart], str]:
         """The ranks that this one waits for, and what they have not done."""
-        if not self._heads:
-            return [], ''
         own = self._heads[self._here]
         goals = (
             (_WRITTEN, own[_WRITTEN], 'begin it'),
@@ -346,7 +352,8 @@ class SharedSums:
         """Give the slots of this rank back to the system; they stay where they are."""
         if self._is_held and hasattr(mmap, 'MADV_REMOVE'):
             memory = self.parts[self._here].memory
-            memory.madvise(mmap.MADV_REMOVE, _HEAD, len(memory) - _HEAD)
+            with suppress(OSError):  # not every system can: then it stays
+                memory.madvise(mmap.MADV_REMOVE, _HEAD, len(memory) - _HEAD)
             self._is_held = False
 
 

@@ -225,6 +225,7 @@ class StagedProcessGroup(Reductions):
         self, timeout: Optional[timedelta] = None, wait_all_ranks: bool = False
     ) -> None:
         """See :func:`torch.distributed.monitored_barrier`."""
+        self._check_tensors('monitored_barrier', [])
         limit = {} if timeout is None else dict(timeout=timeout)
         self.gloo.monitored_barrier(wait_all_ranks=wait_all_ranks, **limit)
 

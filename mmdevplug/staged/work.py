@@ -50,7 +50,8 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         self.read, self.written, self._results = tensors, written, results
         self.buffers, self.finite = HostBuffers(), True
         self.begins: Sequence[Any] = ()
-        self.refused: Optional[RuntimeError] = None  # what went wrong when it began
+        self.refused: Optional[BaseException] = None  # what went wrong when it began
+        self.number = 0  # of a tracked one among those of its group
         self._works: List[Any] = []
         self._inference = torch.is_inference_mode_enabled()
         self._lock, self._future_lock = threading.Lock(), threading.Lock()
@@ -84,19 +85,25 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
 
     def end(self, timeout: timedelta) -> Optional[RuntimeError]:
         """Wait, but raise nothing; returns an error if this may be waited for again."""
-        with self._lock:
+        if not self._lock.acquire(timeout=timeout.total_seconds() if timeout else -1):
+            return RuntimeError('timed out while another thread waits')
+        try:
             if not self._finished:
                 try:
                     late = self._wait(timeout)
                     if late is not None:
                         return late
-                except RuntimeError as error:
+                except BaseException as error:  # results half copied must not look copied
                     self._error = self._explained(error)
+                    if not isinstance(error, Exception):
+                        raise
                 self._finished = True
                 self.buffers, self.read = None, ()  # type: ignore[assignment]
                 if self._tracked:
                     self._works = []  # these hold tensors, and gloo's connections
                 self._group.works.pop(id(self), None)
+        finally:
+            self._lock.release()
         with self._future_lock:
             due, self._due = self._due, None
         if due is not None:
@@ -131,24 +138,25 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
             self.finite = buffers.finite
         return None
 
-    def _explained(self, error: RuntimeError) -> StagedError:
+    def _explained(self, error: BaseException) -> StagedError:
         if isinstance(error, StagedError):  # of one of several that were coalesced
             return error
-        told = self._group.explain(error)
+        told = self._group.explain(error, self.number)
         told = StagedError(f'{self._group.describe(self._name, self.read)} failed: {told}')
         told.__cause__ = error
         return told
 
-    def _all_completed(self) -> bool:
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        if self._finished:
+            return True
+        # Asked first: when nothing is to begin, the works are there.
+        if self.begins and self.refused is None:
+            return False
         for work in self._works:
             if not work.is_completed():
                 return False
-        return not self.begins or self.refused is not None
-
-    def is_completed(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        if not self._finished and self._all_completed():
-            self.end(_NO_LIMIT)
+        self.end(_NO_LIMIT)
         return self._finished
 
     def is_success(self) -> bool:
@@ -186,7 +194,7 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
 
     def _wait_quietly(self) -> None:
         """Complete the future, or leave it when the group ends."""
-        while not self._group.ending:
+        while self._finished or not self._group.ending:
             # Gloo closes its connections when a receiver's limit ends.
             if self.end(SLICE if self._tracked else _NO_LIMIT) is None:
                 return

@@ -524,8 +524,11 @@ def one_is_late():
     if torch_dist.get_rank() == 1:
         time.sleep(8)
         return ''
+    work = torch_dist.all_reduce(torch.ones(3), async_op=True)
+    if torch_dist.get_rank() == 0:  # another one than rank 2 has begun last
+        torch_dist.all_reduce(torch.ones(4), async_op=True)
     with pytest.raises(RuntimeError) as raised:
-        torch_dist.all_reduce(torch.ones(3))
+        work.wait()
     return str(raised.value)
 
 

@@ -1,15 +1,10 @@
 """What programs do with gloo beyond plain collectives: the same calls give the same values."""
 
-from datetime import timedelta
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import distributed as torch_dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmdevplug.errors import StagedError
-from mmdevplug.staged.work import StagedWork
 from tests.ranks import run_ranks
 
 from .test_collectives import RELEASE, on_host, start
@@ -104,53 +99,3 @@ def test_programs_find_what_they_find_with_gloo(device):
             assert len(tensors) == len(of_gloo[name]), name
             for one, other in zip(tensors, of_gloo[name]):
                 torch.testing.assert_close(one, other, msg=lambda told, name=name: name + told)
-
-
-class EndsInBetween:
-    """A work that ends, maybe with an error, just after it was asked whether it has."""
-
-    def __init__(self, error=None):
-        self.asked, self.error = 0, error
-
-    def wait(self, timeout=None):
-        if self.asked == 0:
-            raise RuntimeError('Operation timed out!')
-        if self.error is not None:
-            raise self.error
-
-    def is_completed(self):
-        self.asked += 1
-        return self.asked > 1
-
-
-@pytest.mark.parametrize('coalesced', [False, True])
-def test_a_work_that_ends_while_a_thread_looks_is_no_failure(coalesced):
-    def explain(error):
-        raise AssertionError('who looks again explains nothing') from error
-
-    group = SimpleNamespace(
-        works={}, dropped=[], describe=lambda *_: 'all_reduce', explain=explain
-    )
-    work = StagedWork(group, 'all_reduce', [], [], [])
-    work.begins = [EndsInBetween()]
-    work.begin()
-    if coalesced:
-        inner, work = work, StagedWork(group, 'coalesced', [], [], [])
-        work.begins = [inner]
-        work.begin()
-    assert 'timed out' in str(work.end(timedelta(milliseconds=1)))
-    assert work.end(timedelta(milliseconds=1)) is None
-    assert work.exception() is None
-    assert work.is_success()
-
-
-def test_the_error_of_a_work_that_ends_while_a_thread_looks_is_told():
-    group = SimpleNamespace(works={}, dropped=[], describe=lambda *_: 'all_reduce', explain=str)
-    work = StagedWork(group, 'all_reduce', [], [], [])
-    work.begins = [EndsInBetween(RuntimeError('connection reset'))]
-    work.begin()
-    for _ in range(2):
-        work.end(timedelta(milliseconds=1))
-    with pytest.raises(StagedError, match='all_reduce failed: connection reset'):
-        work.wait()
-    assert not work.is_success()
