@@ -21,7 +21,7 @@ from mmdevplug.utils.host import has_ended, host_name
 from mmdevplug.utils.torch_compat import is_at_least
 
 from .host_buffers import HostBuffers, as_bytes, check_reduction
-from .work import SLICE, StagedWork, overlap, tensors_in
+from .work import SLICE, StagedWork, overlap
 
 NAME = 'staged'
 #: A tensor for each rank, or one for all.
@@ -34,8 +34,6 @@ _GROUPS: 'weakref.WeakSet[GroupBase]' = weakref.WeakSet()
 _END_SECONDS = 10.0
 #: How long a rank whose collective timed out waits for others to say the same.
 _OTHERS_SECONDS = 1.0
-#: Of a message that nobody sends.
-_LAST_TAG = 0x7FFFFFFF
 
 
 class GroupBase(_Base):
@@ -67,7 +65,7 @@ class GroupBase(_Base):
         self._threads: Dict[threading.Thread, None] = {}
         self.ending = False
         self._deferred: Deque[StagedWork] = deque()
-        self._deferring = threading.Lock()
+        self._deferring, self.future_lock = threading.Lock(), threading.Lock()
         self._name = self._description = ''
         self._process = os.getpid()
         self._coalesced: Optional[List[StagedWork]] = None
@@ -88,36 +86,38 @@ class GroupBase(_Base):
         if os.getpid() != self._process or self.gloo is None:
             return  # gloo's threads are not in a process forked from it
         end = time.monotonic() + (self.limit.total_seconds() if limit is None else limit)
-        with suppress(RuntimeError):
-            self.begin_deferred()
+        self.begin_deferred()
         for work in list(self.works.values()):
             while work.end(SLICE) is not None and time.monotonic() < end:
                 pass
         if self.sums is not None:
             self.sums.close()
         self.ending = True  # for threads: one that comes back to an ended interpreter aborts it
-        alive = self._join_threads(0.2)
-        if alive and self._size > 1:
-            # One waits for a message. A limit that passes closes all connections, which wakes it.
-            with suppress(RuntimeError):
-                peer, byte = (self._rank + 1) % self._size, torch.zeros(1, device='cpu')
-                self.gloo.recv([byte], peer, _LAST_TAG).wait(timedelta(milliseconds=1))
-            alive = self._join_threads(1.0)
+        alive: List[threading.Thread] = []
+        for closes in (False, True):
+            if closes and alive and self._size > 1:
+                # One waits for a message. A limit that passes closes the connections: it wakes.
+                peer, none = (self._rank + 1) % self._size, torch.zeros(1, device='cpu')
+                with suppress(RuntimeError):
+                    self.gloo.recv([none], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
+            end = time.monotonic() + 0.5
+            for thread in list(self._threads):
+                if thread is not threading.current_thread():
+                    thread.join(max(0.0, end - time.monotonic()))
+            alive = [thread for thread in list(self._threads) if thread.is_alive()]
         if self.works or alive:
             # Other ranks are lost or late. Gloo's threads go on, with what they may free.
             for kept in (self.gloo, *self.works.values(), *alive):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         self.gloo = None
 
-    if _Base is object:
+    def rank(self) -> int:
+        """This process in the group."""
+        return self._rank
 
-        def rank(self) -> int:
-            """This process in the group."""
-            return self._rank
-
-        def size(self) -> int:
-            """Processes in the group."""
-            return self._size
+    def size(self) -> int:
+        """Processes in the group."""
+        return self._size
 
     def getBackendName(self) -> str:  # noqa: N802
         """See :class:`torch.distributed.ProcessGroup`."""
@@ -165,12 +165,10 @@ class GroupBase(_Base):
         self._check_tensors(name, tensors)
         if self._deferred:
             self.begin_deferred()
-        sends, tracked = name.startswith('send'), not name.startswith(('send', 'recv'))
-        written = [] if sends else tensors_in(results)
-        if self.works and tracked:
-            self._finish_before(tensors, written)
-        work = StagedWork(self, name, tensors, written, results, tracked)
-        if tracked:
+        work = StagedWork(self, name, tensors, results)
+        if work.tracked:
+            if self.works:
+                self._finish_before(tensors, work.written)
             self._count += 1
             work.number = self._count
         try:
@@ -183,12 +181,11 @@ class GroupBase(_Base):
             told = f'{self.describe(name, tensors)} cannot begin: {self.explain(error)}'
             raise StagedError(told) from error
         if work.begins:
-            self._deferred.append(work)  # first: who finds it below begins what is here
-        if tracked:
-            self.works[id(work)] = work
-        if work.begins:
             # Other ranks need it, even if nothing here waits or calls another collective for long.
+            self._deferred.append(work)
             self.start_thread(self.begin_deferred)
+        if work.tracked:  # not before: who finds it here begins what is deferred
+            self.works[id(work)] = work
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -218,14 +215,6 @@ class GroupBase(_Base):
         self._threads[thread] = None
         return True
 
-    def _join_threads(self, seconds: float) -> List[threading.Thread]:
-        """Wait until the threads end, but not longer; returns those that have not."""
-        end = time.monotonic() + seconds
-        for thread in list(self._threads):
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, end - time.monotonic()))
-        return [thread for thread in list(self._threads) if thread.is_alive()]
-
     def begin_deferred(self) -> None:
         """Begin works that wait for copies, in their order: a later one is to begin."""
         with self._deferring:
@@ -246,15 +235,14 @@ class GroupBase(_Base):
 
         ``number``: of the collective, the same on all ranks; 0 of a message, which concerns two.
         """
-        told, said = first_line(error), str(error)
+        told = first_line(error)
         if 'process' in told:  # in shared memory, where they are known
             return told
-        late = number > 0 and ('imed out' in said or 'timeout' in said)
+        late = number > 0 and any(words in str(error) for words in ('imed out', 'timeout'))
         others: Dict[int, Any] = {}
         with suppress(RuntimeError):  # the store may be gone with its rank, before others know
-            for rank in range(self._size):
-                if rank != self._rank:
-                    others[rank] = json.loads(self.store.get(f'staged/process/{rank}'))
+            for rank in {*range(self._size)} - {self._rank}:
+                others[rank] = json.loads(self.store.get(f'staged/process/{rank}'))
             self.store.add(f'staged/late/{number}/{self._rank}', 1)
             end = time.monotonic() + _OTHERS_SECONDS
             while late and others and time.monotonic() < end:
@@ -287,10 +275,8 @@ class GroupBase(_Base):
                 f'{self.describe(name, tensors)}: the group has ended, with '
                 f'destroy_process_group() or the program. Call it before, or start another group.'
             )
-        for tensor in tensors[1:]:
-            if tensor.device == tensors[0].device:
-                continue
-            devices = {str(each.device) for each in tensors}
+        devices = {str(each.device) for each in tensors} if len(tensors) > 1 else ()
+        if len(devices) > 1:
             raise StagedError(
                 f'{self.describe(name, tensors)}: expected tensors of one device, got '
                 f'{", ".join(sorted(devices))}. Move them to one before the call.'
@@ -316,7 +302,7 @@ class GroupBase(_Base):
     def _end_coalescing(self, device: torch.device) -> StagedWork:
         """Return one work for all that were collected."""
         works, self._coalesced = self._coalesced or [], None
-        work = StagedWork(self, 'coalesced', [], [], [])
+        work = StagedWork(self, 'coalesced', [], [])
         work.begins = works
         work.begin()
         return work
@@ -326,8 +312,7 @@ class GroupBase(_Base):
         if isinstance(parts, Tensor):
             room = buffers.write(parts)
             return list(room.split(self._sizes(room)))
-        if len(parts) != self._size:
-            raise self._wrong_count(parts)
+        self._check_count(parts)
         return list(map(buffers.write, parts))
 
     def _sources(self, buffers: HostBuffers, parts: Parts) -> Tuple[Tensor, List[int]]:
@@ -335,13 +320,13 @@ class GroupBase(_Base):
         if isinstance(parts, Tensor):
             flat = buffers.read(parts)
             return flat, self._sizes(flat)
-        if len(parts) != self._size:
-            raise self._wrong_count(parts)
+        self._check_count(parts)
         flats = [buffers.read(part) for part in parts]
         return torch.cat(flats), [len(flat) for flat in flats]
 
-    def _wrong_count(self, parts: Sequence[Tensor]) -> ValueError:
-        return ValueError(f'expected {self._size} tensors, one for each rank, got {len(parts)}')
+    def _check_count(self, parts: Sequence[Tensor]) -> None:
+        if len(parts) != self._size:
+            raise ValueError(f'expected {self._size} tensors, one for each rank, got {len(parts)}')
 
     def _sizes(self, tensor: Tensor, splits: Sequence[int] = ()) -> List[int]:
         """The elements of each rank's rows."""

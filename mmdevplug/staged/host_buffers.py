@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from mmdevplug.utils.torch_compat import is_at_least, view_as_dtype
+from mmdevplug.utils.torch_compat import is_at_least, is_functional, view_as_dtype
 
 #: Types that are added up in a wider one and rounded once.
 _WIDER: Dict[torch.dtype, torch.dtype] = {torch.int16: torch.int32, torch.bool: torch.int32}
@@ -16,6 +16,7 @@ for _name in ('e4m3fn', 'e5m2', 'e4m3fnuz', 'e5m2fnuz'):
     if hasattr(torch, f'float8_{_name}'):  # since PyTorch 2.1
         _WIDER[getattr(torch, f'float8_{_name}')] = torch.float32
 
+_HOST = torch.device('cpu')
 #: Types in which sums overflow, or lose most of an addend.
 HALVES = (torch.float16, torch.bfloat16)
 _WIDER.update(dict.fromkeys(HALVES, torch.float32))
@@ -82,9 +83,9 @@ class HostBuffers:
     def read(self, tensor: Tensor, later: bool = False) -> Tensor:
         """Return the values of a tensor, flat; ``later`` for :meth:`wait_for_copies`."""
         values = tensor.detach()
-        if tensor.is_complex():
-            values = values.resolve_conj()
-        values = values.resolve_neg()
+        if _is_plain(values):
+            return values.flatten()
+        values = (values.resolve_conj() if tensor.is_complex() else values).resolve_neg()
         if later and pins_memory(values.device.type):
             room = self._room(values).copy_(values.reshape(-1), non_blocking=True)
             module = getattr(torch, values.device.type)
@@ -102,8 +103,8 @@ class HostBuffers:
 
     def write(self, tensor: Tensor) -> Tensor:
         """Return room for new values of a tensor, flat."""
-        if tensor.device.type == 'cpu' and tensor.is_contiguous():
-            return tensor.detach().view(-1)
+        if _is_plain(tensor):
+            return tensor.detach().flatten()
         _refuse_overlap(tensor)
         room = self._room(tensor)
         self.written.append((tensor, room))
@@ -117,10 +118,21 @@ class HostBuffers:
 
     def change(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor, which the collective replaces, flat; see ``later``."""
+        if _is_plain(tensor):
+            return tensor.detach().flatten()
+        _refuse_overlap(tensor)
         values = self.read(tensor, later=True)
-        if tensor.device.type != 'cpu' or values.data_ptr() != tensor.data_ptr():
-            _refuse_overlap(tensor)
-            self.written.append((tensor, values))
+        self.written.append((tensor, values))
+        return values
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """Return the values of a tensor for threads to read and replace, flat."""
+        values = tensor.detach()
+        plain = values.is_contiguous() and not values.is_neg() and not is_functional(values)
+        if plain and not pins_memory(values.device.type):  # these threads know no streams
+            return values.view(-1)
+        values = self.change(tensor)
+        self.wait_for_copies()
         return values
 
     def copy_back(self) -> None:
@@ -131,6 +143,12 @@ class HostBuffers:
             function()
         for tensor, values in written:
             tensor.copy_(values.view(tensor.shape))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether gloo can read and write the memory of a tensor as it is."""
+    plain = tensor.device == _HOST and tensor.is_contiguous()
+    return plain and not (tensor.is_neg() or tensor.is_conj())
 
 
 def _refuse_overlap(tensor: Tensor) -> None:
@@ -160,13 +178,15 @@ def check_reduction(op: ReduceOp) -> None:
     Raises:
         ValueError: If it is unknown.
     """
-    if not any(op == known for known, _ in _COMBINE):
-        members = ReduceOp.RedOpType.__members__.items()
-        name = next((name for name, member in members if op == member), str(op))
-        raise ValueError(
-            f'{name} is not among SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR: scale the '
-            f'tensors before or after the collective'
-        )
+    for known, _ in _COMBINE:
+        if op == known:
+            return
+    members = ReduceOp.RedOpType.__members__.items()
+    name = next((name for name, member in members if op == member), str(op))
+    raise ValueError(
+        f'{name} is not among SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR: scale the '
+        f'tensors before or after the collective'
+    )
 
 
 def combine(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:

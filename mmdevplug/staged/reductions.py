@@ -6,19 +6,8 @@ import torch
 from torch import Tensor, distributed as torch_dist
 from torch.distributed import ReduceOp, distributed_c10d as c10d
 
-from mmdevplug.utils.torch_compat import is_functional
-
 from .group_base import GroupBase, Parts
-from .host_buffers import (
-    HALVES,
-    HostBuffers,
-    averaged,
-    combine,
-    is_average,
-    pins_memory,
-    scale,
-    summand,
-)
+from .host_buffers import HALVES, HostBuffers, averaged, combine, is_average, scale, summand
 from .work import StagedWork, overlap, tensors_in
 
 #: Of fewer bytes, the message takes less time than waiting for the others in shared memory.
@@ -160,14 +149,7 @@ class Reductions(GroupBase):
 
     def _start_shared(self, buffers: HostBuffers, sums: Any, tensor: Tensor, *how: bool) -> Any:
         """Add up pieces of the tensor itself, or of its copy on the host."""
-        values = tensor.detach()
-        plain = values.is_contiguous() and not values.is_neg() and not is_functional(values)
-        # Another thread copies pieces, which knows nothing of the streams of this one.
-        flat = values.view(-1) if plain and not pins_memory(values.device.type) else None
-        if flat is None:
-            flat = buffers.change(tensor)
-            buffers.wait_for_copies()
-        shared = sums.begin(flat, *how)
+        shared = sums.begin(buffers.share(tensor), *how)
 
         def finish() -> None:
             buffers.finite = shared.finite

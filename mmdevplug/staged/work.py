@@ -26,48 +26,39 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         group (GroupBase): The group, which knows the works that have not ended.
         name (str): The collective, for messages.
         tensors (Sequence[Tensor]): What it reads and writes.
-        written (Sequence[Tensor]): What it writes.
-        results (list): What the future of this work holds.
-        tracked (bool): Whether the group finishes it in any case; not what one rank sends another.
+        results (list): What it writes, as the future of this work holds it.
 
     Attributes:
+        tracked (bool): Whether the group finishes it in any case; not what one rank sends another.
+        written (list[Tensor]): What it writes.
         buffers (HostBuffers): Host tensors that gloo reads or writes until it has finished.
         begins (Sequence): Works of gloo, or functions that begin them when copies have arrived.
         finite (bool): Of StagedProcessGroup.average(), the same on all ranks.
+        refused (BaseException, optional): What went wrong when it began.
+        number (int): Of a tracked one among those of its group.
     """
 
+    begins = _works = ()  # type: Sequence[Any]
+    finite, number, _finished = True, 0, False
+    refused = _error = _due = _future = None  # type: Any
+
     def __init__(
-        self,
-        group: Any,
-        name: str,
-        tensors: Sequence[Tensor],
-        written: Sequence[Tensor],
-        results: List[Any],
-        tracked: bool = True,
+        self, group: Any, name: str, tensors: Sequence[Tensor], results: List[Any]
     ) -> None:
         super().__init__()
-        self._group, self._name, self._tracked = group, name, tracked
-        self.read, self.written, self._results = tensors, written, results
-        self.buffers, self.finite = HostBuffers(), True
-        self.begins: Sequence[Any] = ()
-        self.refused: Optional[BaseException] = None  # what went wrong when it began
-        self.number = 0  # of a tracked one among those of its group
-        self._works: List[Any] = []
+        kind = name[:4]
+        self._group, self._name, self.tracked = group, name, kind not in ('send', 'recv')
+        self.read, self._results = tensors, results
+        self.written = [] if kind == 'send' else tensors_in(results)
+        self.buffers = HostBuffers()
         self._inference = torch.is_inference_mode_enabled()
-        self._lock, self._future_lock = threading.Lock(), threading.Lock()
-        self._finished = False
-        self._error: Optional[StagedError] = None
-        self._due: Optional[torch.futures.Future] = None
-        self._future: Optional[torch.futures.Future] = None
+        self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Begin gloo's part; what is read is on the host then."""
-        if self.buffers.copied:
-            self.buffers.wait_for_copies()
-        works = []
-        for each in self.begins:
-            works.append(each() if callable(each) else each)
-        self._works, self.begins = works, ()
+        self.buffers.wait_for_copies()
+        self._works = [each() if callable(each) else each for each in self.begins]
+        self.begins = ()
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Wait until the results are where they belong.
@@ -99,15 +90,16 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
                         raise
                 self._finished = True
                 self.buffers, self.read = None, ()  # type: ignore[assignment]
-                if self._tracked:
+                if self.tracked:
                     self._works = []  # these hold tensors, and gloo's connections
                 self._group.works.pop(id(self), None)
         finally:
             self._lock.release()
-        with self._future_lock:
-            due, self._due = self._due, None
-        if due is not None:
-            due.set_result(None)
+        if self._due is not None:
+            with self._group.future_lock:
+                due, self._due = self._due, None
+            if due is not None:
+                due.set_result(None)
         return None
 
     def _wait(self, timeout: timedelta) -> Optional[RuntimeError]:
@@ -148,11 +140,9 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        if self._finished:
-            return True
         # Asked first: when nothing is to begin, the works are there.
-        if self.begins and self.refused is None:
-            return False
+        if self._finished or (self.begins and self.refused is None):
+            return self._finished
         for work in self._works:
             if not work.is_completed():
                 return False
@@ -181,7 +171,7 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
 
     def get_future(self) -> torch.futures.Future:
         """A future of the results, for callers that do not wait here, such as PyTorch's DDP."""
-        with self._future_lock:
+        with self._group.future_lock:
             is_new = self._future is None
             if is_new:
                 self._due = torch.futures.Future()
@@ -196,14 +186,14 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         """Complete the future, or leave it when the group ends."""
         while self._finished or not self._group.ending:
             # Gloo closes its connections when a receiver's limit ends.
-            if self.end(SLICE if self._tracked else _NO_LIMIT) is None:
+            if self.end(SLICE if self.tracked else _NO_LIMIT) is None:
                 return
 
     def __del__(self) -> None:
         """Live on for C++, which calls the methods of this half and does not keep it."""
-        if self._tracked and self._finished:
+        if self._finished and self.tracked:
             if sum(map(Tensor.numel, self.written)) > _KEPT_ELEMENTS:
-                self._results, self.written, self._future = [], (), None
+                self._results, self.written, self._future = [], [], None
             self._group.dropped.append(self)
 
 

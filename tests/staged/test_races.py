@@ -63,7 +63,7 @@ def make_work(*begins, of=StagedWork):
     group = SimpleNamespace(
         works={}, dropped=[], describe=lambda *_: 'all_reduce', explain=explain, ending=False
     )
-    work = of(group, 'all_reduce', [], [], [])
+    work = of(group, 'all_reduce', [], [])
     work.begins = list(begins)
     return work
 
@@ -171,7 +171,7 @@ def test_what_could_not_begin_is_told(error, tmp_path):
     def fail():
         raise error('no copy')
 
-    work = StagedWork(group, 'all_reduce', [], [], [])
+    work = StagedWork(group, 'all_reduce', [], [])
     work.begins = [fail]
     group._deferred.append(work)
     if error is KeyboardInterrupt:  # in the main thread, which goes on then
