@@ -37,6 +37,9 @@ PEERS ?= ../shared/peers/mmengine-tests.tar.gz
 # More of PyTorch's own tests: an archive of its sources, or their folder. Some are installed with it.
 PEERS_TORCH ?= ../shared/peers/pytorch-tests.tar.gz
 
+# Tests start hundreds of processes, which would compile the package and the tests anew each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Files of tests that run at a time: most of a test is waiting.
 WORKERS ?= 3
 

@@ -1,6 +1,7 @@
 """The rooms of the package: imports go downwards, none in a circle, and tests mirror them."""
 
 import ast
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -43,17 +44,9 @@ DOORS = ('__init__', '__main__', 'autopatch')
 WITHOUT_TESTS_OF_THEIR_OWN = {'configs', 'config', 'utils'}
 
 
-def modules():
-    for path in sorted(PACKAGE.rglob('*.py')):
-        name = path.relative_to(PACKAGE).with_suffix('').as_posix().replace('/', '.')
-        if not name.startswith('configs.'):
-            yield name, path
-
-
-def imported(name, path):
+def imported(name, path, known):
     """The modules of ours that a module imports, however deep inside a function."""
     package = ['mmdevplug', *name.split('.')][:-1]
-    known = {module for module, _ in modules()}
     for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -78,18 +71,25 @@ def room_of(name):
     return name.split('.')[0]
 
 
-IMPORTS = {name: sorted(set(imported(name, path))) for name, path in modules()}
+@lru_cache(maxsize=None)
+def imports():
+    """For each module what it imports."""
+    paths = sorted(PACKAGE.rglob('*.py'))
+    names = [path.relative_to(PACKAGE).with_suffix('').as_posix() for path in paths]
+    known = {name.replace('/', '.'): path for name, path in zip(names, paths)}
+    known = {name: path for name, path in known.items() if not name.startswith('configs.')}
+    return {name: sorted(set(imported(name, path, known))) for name, path in known.items()}
 
 
 def test_there_is_no_room_that_the_order_does_not_know():
-    assert {room_of(name) for name in IMPORTS} == {*ROOMS, *DOORS}
+    assert {room_of(name) for name in imports()} == {*ROOMS, *DOORS}
 
 
 @pytest.mark.parametrize('room', ROOMS)
 def test_a_room_imports_from_those_below_it_alone(room):
     upward = [
         f'{name} imports {other}'
-        for name, others in IMPORTS.items()
+        for name, others in imports().items()
         for other in others
         if room_of(name) == room
         and room_of(other) not in DOORS
@@ -102,14 +102,14 @@ def test_no_modules_import_each_other_in_a_circle():
     def reach(start):
         seen, left = set(), [start]
         while left:
-            for other in IMPORTS.get(left.pop(), ()):
+            for other in imports().get(left.pop(), ()):
                 if other not in seen:
                     seen.add(other)
                     left.append(other)
         return seen
 
     # A package's own __init__ gathers what its modules define, and they import each other.
-    circles = [name for name in IMPORTS if not name.endswith('__init__') and name in reach(name)]
+    circles = [name for name in imports() if not name.endswith('__init__') and name in reach(name)]
     assert not circles
 
 

@@ -5,11 +5,12 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.commands import python
 from tests.jobs import ROOT, install_card, need_card, torch_before
 from tests.ranks import free_port, launch_variables, run_ranks
 
@@ -73,6 +74,12 @@ def runs(tmp_path_factory):
     need_card()
     folder = tmp_path_factory.mktemp('loops')
     return [run_ranks(run_all, 0, devices, folder)[0] for devices in ('cpu', 'zeta:0-1')]
+
+
+def start(*arguments, **environ):
+    """Run a program in the scripts' folder, with PyTorch imported and nothing of MMEngine's."""
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), **environ}
+    return python(*arguments, cwd=FOLDER, env=env, mmengine=False)
 
 
 def losses(text):
@@ -159,13 +166,7 @@ def test_other_trainers_of_trl_train_as_on_the_cpu(tmp_path):
 
 
 def test_a_loop_needs_no_mmengine(runs):
-    done = subprocess.run(
-        [sys.executable, '-c', WITHOUT],
-        cwd=FOLDER,
-        env={**os.environ, 'PYTHONPATH': str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = start('-c', WITHOUT)
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == losses(runs[0]['plain_pytorch'])
 
@@ -182,16 +183,15 @@ def test_a_loop_needs_no_mmengine(runs):
 def test_all_ranks_sample_until_they_have_learnt(ranks):
     port = str(free_port())
     code = WITHOUT.replace('plain_pytorch.py', 'dynamic_sampling.py')
-    jobs = []
-    for rank in range(max(ranks, 1)):
-        place = launch_variables(rank, ranks, port) if ranks else {}
-        environ = {**os.environ, **place, 'PYTHONPATH': str(ROOT)}
-        command = [sys.executable, '-c', code]
-        jobs.append(subprocess.Popen(command, cwd=FOLDER, env=environ, stdout=subprocess.PIPE))
-    found = [job.communicate(timeout=200)[0].decode() for job in jobs]
-    assert [job.returncode for job in jobs] == [0] * len(jobs)
-    assert '10 of 10 right' in found[0]
-    assert len(losses(found[0])) > 10
+
+    def run(rank):
+        return start('-c', code, **(launch_variables(rank, ranks, port) if ranks else {}))
+
+    with ThreadPoolExecutor() as pool:
+        jobs = list(pool.map(run, range(max(ranks, 1))))
+    assert [job.returncode for job in jobs] == [0] * len(jobs), jobs
+    assert '10 of 10 right' in jobs[0].stdout
+    assert len(losses(jobs[0].stdout)) > 10
 
 
 def test_lightning_resumes_as_if_it_had_not_stopped(tmp_path):
@@ -218,13 +218,8 @@ def test_a_script_runs_on_the_stand_in():
     pytest.importorskip('trl', reason="needs the extra 'loops'")
     need_card()
     paths = [str(ROOT), str(ROOT / 'tests' / 'standins' / 'fakecard')]
-    done = subprocess.run(
-        [sys.executable, 'plain_pytorch.py', 'zeta:0,1'],
-        cwd=FOLDER,
-        env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths), 'FAKECARD_NAME': 'zeta'},
-        capture_output=True,
-        text=True,
-    )
+    script = str(FOLDER / 'plain_pytorch.py')
+    done = start(script, 'zeta:0,1', PYTHONPATH=os.pathsep.join(paths), FAKECARD_NAME='zeta')
     assert done.returncode == 0, done.stderr
     assert 'zeta:1' in done.stdout
     assert len(losses(done.stdout)) == 5
@@ -239,12 +234,7 @@ assert main(['--help']) == main(['--version']) == 0
 sys.exit(main(['plan']))
 """
     )
-    done = subprocess.run(
-        [sys.executable, '-c', code],
-        env={**os.environ, 'PYTHONPATH': str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = start('-c', code)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1
     assert '--version' in done.stdout
