@@ -1,6 +1,7 @@
 """What all servers of processes import, before any vendor's package: nothing of MMEngine's."""
 
 import gc
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -13,6 +14,10 @@ from torch.utils.data import _utils as loading
 
 # An iterator that is garbage cannot tell its workers to end: they notice when they look.
 loading.MP_STATUS_CHECK_INTERVAL = loading.worker.MP_STATUS_CHECK_INTERVAL = 0.5
+
+# mmdet's trackers and PAA, which no test uses, take most of a second to import scikit-learn.
+for name in ('sklearn.gaussian_process', 'sklearn.mixture'):
+    sys.modules[name] = None
 
 for name in ('cv2', 'torch._dynamo'):  # the compiler, from PyTorch 2 on, by the first optimizer
     if find_spec(name) is not None:

@@ -50,11 +50,19 @@ def train_compiled(compile_cfg, work_dir, row='sgd', **options):
 
 
 @pytest.mark.skipif(shutil.which('gcc') is None, reason='inductor needs a C++ compiler')
+def test_two_ranks_of_inductor_equal_one_process(tmp_path):
+    compare(True, tmp_path)
+
+
 def test_two_compiled_ranks_equal_one_process(tmp_path):
-    ((expected, graphs, _),) = run_ranks(train_compiled, 0, False, tmp_path / 'one')
+    compare(dict(backend='aot_eager'), tmp_path)
+
+
+def compare(compile_cfg, folder):
+    ((expected, graphs, _),) = run_ranks(train_compiled, 0, False, folder / 'one')
     assert graphs == 0
     for weights, graphs, breaks in run_ranks(
-        train_compiled, 2, True, tmp_path / 'two', timeout=280
+        train_compiled, 2, compile_cfg, folder / 'two', timeout=280
     ):
         assert graphs > 0
         assert largest_difference(weights, expected) <= 1e-5

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.columns import job_of
 from tests.commands import python
-from tests.jobs import ROOT
+from tests.jobs import PATHS, ROOT
 from tests.ranks import run_ranks
 
 from .test_collectives import RELEASE, start
@@ -253,7 +253,7 @@ def test_no_thread_of_gloo_outlives_the_program(how, tmp_path):
     script.write_text(MMENGINE if how == 'mmengine' else WIDE)
     if how == 'accelerate':
         script = ROOT / 'docs/examples/staged_accelerate.py'
-    env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT))
+    env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=PATHS)
     done = python(
         *('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2),
         *('tests/staged/threads_left.py', script, how),
