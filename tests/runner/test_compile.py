@@ -1,6 +1,10 @@
 """``compile`` of MMEngine's configs, with PyTorch's own compiler."""
 
+import logging
+import os
+import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -44,7 +48,16 @@ def train_compiled(compile_cfg, work_dir, row='sgd', **options):
     cfg.compile = compile_cfg
     cfg.update(options)
     runner = DeviceRunner.from_cfg(cfg)
+    told = []
+    torch._logging.set_logs(graph_breaks=True)
+    log = logging.getLogger('torch._dynamo.symbolic_convert.__graph_breaks')
+    log.handlers = [logging.Handler()]
+    log.handlers[0].emit = lambda record: told.append(record.getMessage())
     runner.train()
+    places = re.findall('in user code at (.*)', '\n'.join(told))
+    assert bool(places) == bool(compile_cfg)
+    package = os.path.dirname(sys.modules['mmdevplug'].__file__)
+    assert not [place for place in places if place.startswith(package)], places
     model = getattr(runner.model, 'module', runner.model)
     return weights_of(model), counters['stats']['unique_graphs'], sorted(counters['graph_break'])
 
