@@ -6,7 +6,6 @@ own, which are gathered once: a checkpoint holds them as the bytes of a file for
 
 import io
 from functools import partial, wraps
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 from weakref import WeakValueDictionary
@@ -26,7 +25,6 @@ from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import loaders_of
-from mmdevplug.utils.model import unwrap_model
 from mmdevplug.version import __version__
 
 from .host_copy import copy_to_host
@@ -292,12 +290,9 @@ class RankBuffers:
         self._runner = runner
 
     def _buffers(self) -> List[Tensor]:
-        models = [unwrap_model(self._runner.model)]
-        for hook in self._runner.hooks:
-            if isinstance(getattr(hook, 'ema_model', None), nn.Module):
-                models.append(hook.ema_model)
-        buffers = chain.from_iterable(map(nn.Module.buffers, models))
-        return [each for each in buffers if each.dtype != torch.bool]
+        averages = [getattr(hook, 'ema_model', None) for hook in self._runner.hooks]
+        models = [self._runner.model, *(each for each in averages if isinstance(each, nn.Module))]
+        return [each for one in models for each in one.buffers() if each.dtype != torch.bool]
 
     def state_dict(self) -> List[Tensor]:
         """The buffers."""

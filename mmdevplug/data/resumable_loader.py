@@ -182,8 +182,18 @@ class ResumableLoader(DataLoader):
         if self.seed is not None:
             self.seed = state['seed']
             self._seed_batches()
-        self._renew_sampler(order, state['sampler_seed'])
-        order.sets_epoch = state['sampler_epoch'] == state['passes'] - 1 > 0
+        # A new sampler: the one there is may have been read from already.
+        sampler = build_sampler(self, self.config, state['sampler_seed'])
+        if sampler is not None:
+            order.sampler = sampler
+            order.batches = build_batch_sampler(self, self.config, sampler)
+            vars(self)['batch_sampler'] = order.batches  # DataLoader's setter refuses
+            if not isinstance(self.config.get('batch_sampler'), Mapping):
+                vars(self)['sampler'] = sampler
+        elif order.drawn and draws_on(order.sampler):
+            self.inexact = f'{type(order.sampler).__name__} was read from before, by workers'
+        counts = state['sampler_epoch'] == state['passes'] - 1 > 0
+        order.sets_epoch = counts and hasattr(order.sampler, 'set_epoch')
         deque(islice(iter(order.batches) if state['drawn'] else (), state['drawn']), maxlen=0)
         order.drawn = state['drawn']
         order.keep(state.get('kept', []))
@@ -224,19 +234,6 @@ class ResumableLoader(DataLoader):
                 f'of this epoch'
             )
         return skip, drop, '; '.join(inexact)
-
-    def _renew_sampler(self, order: Order, seed: Optional[int]) -> None:
-        """Replace the sampler by a new one: it may have been read from already."""
-        sampler = build_sampler(self, self.config, seed)
-        if sampler is None:
-            if order.drawn and draws_on(order.sampler):
-                self.inexact = f'{type(order.sampler).__name__} was read from before, by workers'
-            return
-        order.sampler = sampler
-        order.batches = build_batch_sampler(self, self.config, sampler)
-        vars(self)['batch_sampler'] = order.batches  # DataLoader's setter refuses
-        if not isinstance(self.config.get('batch_sampler'), Mapping):
-            vars(self)['sampler'] = sampler
 
 
 def make_resumable(loader: Any, seed: Optional[int] = None, config: Any = None) -> Any:

@@ -234,7 +234,7 @@ class DrawsByItself(Sampler):
     """A sampler with generators of its own, which counts its passes."""
 
     def __init__(self, dataset, seed=None, shuffle=True):
-        self.size, self.passes = len(dataset), 0
+        self.size, self.epoch = len(dataset), 0
         self.one, self.two = torch.Generator().manual_seed(7), np.random.RandomState(8)
         self.three, self.four = np.random.default_rng(9), random.Random(10)
 
@@ -243,8 +243,8 @@ class DrawsByItself(Sampler):
         self.two.shuffle(order)
         self.three.shuffle(order)
         self.four.shuffle(order)
-        self.passes += 1
-        return iter(order[self.passes % 3 :] + order[: self.passes % 3])
+        yield from order[self.epoch % 3 :] + order[: self.epoch % 3]
+        self.epoch += 1  # and it has no set_epoch
 
     def __len__(self):
         return self.size
