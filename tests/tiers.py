@@ -22,6 +22,8 @@ LONG = (
     'sites/test_sites.py',
     # Equality with one process, which gradients/test_wrapper_parity.py looks at.
     'optim/test_training.py::test_weights_equal_those_of_one_process[cpu',
+    'optim/test_training.py::test_bfloat16_comes_close_to_one_process_and_is_not_float32[cpu',
+    'optim/test_training.py::test_logged_norm_is_that_of_its_iteration[cpu',
     'optim/test_training.py::test_weights_equal_those_of_one_process[npu',
     'optim/test_training.py::test_scenarios_differ_from_each_other',
     'optim/test_training.py::test_resuming_restores_the_loss_scale',

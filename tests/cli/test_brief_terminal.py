@@ -17,7 +17,7 @@ def test_the_terminal_shows_results_and_the_file_everything(tmp_path, words):
         + ['train_cfg.val_interval=2', 'default_hooks.logger.interval=100']
         + ['optim_wrapper.paramwise_cfg.bias_lr_mult=2.0'],
         cwd=ROOT,
-        env={**os.environ, 'PYTHONPATH': PATHS},
+        env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': PATHS},
         capture_output=True,
         text=True,
     )
