@@ -209,6 +209,7 @@ def config_of(way: str, settings: Dict[str, Any], folder: str) -> Config:
             cfg.pop(key)
     cfg.default_hooks = dict(checkpoint=None)
     cfg.param_scheduler = None
+    cfg.optim_wrapper.optimizer.lr = 1e-6  # noise at a usual one ends in infinite gradients
     cfg.randomness = dict(seed=0)
     cfg.work_dir = str(Path(folder) / way)
     cfg.experiment_name = way

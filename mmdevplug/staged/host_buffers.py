@@ -1,6 +1,5 @@
 """Copies of tensors on the host, as gloo takes them."""
 
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
@@ -49,8 +48,17 @@ def is_average(op: ReduceOp) -> bool:
 @lru_cache(None)
 def pins_memory(device_type: str) -> bool:
     """Whether a device copies to memory that is page-locked while its program goes on."""
-    has_events = hasattr(getattr(torch, device_type, None), 'Event')
-    return device_type != 'cpu' and has_events and can_pin()
+    module = getattr(torch, device_type, None)
+    return device_type != 'cpu' and hasattr(module, 'Stream') and can_pin()
+
+
+@lru_cache(None)
+def _copy_stream(device: torch.device, to_host: bool) -> Any:
+    """A stream for copies, which neither wait for later operations of the program nor delay them.
+
+    There are two: a copy to the host waits for the program, which one from it need not.
+    """
+    return getattr(torch, device.type).Stream(device)
 
 
 @lru_cache(None)
@@ -70,14 +78,17 @@ class HostBuffers:
     Attributes:
         due (list): What to call when gloo has finished.
         written (list): Tensors, and those of the host whose values they get then.
-        copied (list): Events of copies that have begun; :meth:`wait_for_copies` waits for them.
+        copied (list): Events of copies that have begun, and what they read;
+            :meth:`wait_for_copies` waits for them.
+        beside (bool): Whether copies run beside the program of the device.
         finite (bool): Whether an average has neither NaN nor infinity.
     """
 
     def __init__(self) -> None:
         self.written: List[Tuple[Tensor, Tensor]] = []
         self.due: List[Callable[[], Any]] = []
-        self.copied: List[Any] = []
+        self.copied: List[Tuple[Any, Tensor]] = []
+        self.beside = False
         self.finite = True
 
     def read(self, tensor: Tensor, later: bool = False) -> Tensor:
@@ -87,17 +98,23 @@ class HostBuffers:
             return values.flatten()
         values = (values.resolve_conj() if tensor.is_complex() else values).resolve_neg()
         if later and pins_memory(values.device.type):
-            room = self._room(values).copy_(values.reshape(-1), non_blocking=True)
-            module = getattr(torch, values.device.type)
-            with getattr(module, 'device', nullcontext)(values.device.index):
-                self.copied.append(module.Event())
-                self.copied[-1].record()
+            room, source, self.beside = self._room(values), values.reshape(-1), True
+            program = getattr(torch, values.device.type).current_stream(values.device)
+            _copy_stream(values.device, True).wait_stream(program)
+            self._copy_beside(room, source, True)
             return room
         return values.cpu().contiguous().flatten()
 
+    def _copy_beside(self, to: Tensor, source: Tensor, to_host: bool) -> None:
+        device = source.device if to_host else to.device
+        stream = _copy_stream(device, to_host)
+        with getattr(torch, device.type).stream(stream):
+            to.copy_(source, non_blocking=True)
+        self.copied.append((stream.record_event(), source))
+
     def wait_for_copies(self) -> None:
-        """Wait until what was read is on the host."""
-        for event in self.copied:
+        """Wait until copies that have begun are done."""
+        for event, _ in self.copied:
             event.synchronize()
         self.copied = []
 
@@ -137,12 +154,15 @@ class HostBuffers:
 
     def copy_back(self) -> None:
         """Give the tensors their new values, and forget what would keep these alive."""
-        due, self.due = self.due, []
-        written, self.written = self.written, []
-        for function in due:
+        for function in self.due:
             function()
-        for tensor, values in written:
-            tensor.copy_(values.view(tensor.shape))
+        for tensor, values in self.written:
+            if self.beside and tensor.device.type != 'cpu':
+                self._copy_beside(tensor, values.view(tensor.shape), False)
+            else:
+                tensor.copy_(values.view(tensor.shape))
+        self.wait_for_copies()
+        self.due, self.written = [], []
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -214,7 +234,7 @@ def scale(flat: Tensor, factor: float) -> bool:
         finite = scale(exact, factor)
         flat.copy_(exact)
         return finite and is_finite(flat.to(torch.float32))
-    if _has_fused_kernel() and flat.dtype != torch.float64:
+    if is_at_least('2.4') and flat.dtype != torch.float64:  # the gradient scaler's, on the CPU
         place = dict(dtype=torch.float32, device=flat.device)
         found, factor_there = torch.zeros(1, **place), torch.tensor([factor], **place)
         torch._amp_foreach_non_finite_check_and_unscale_([flat], found, factor_there)
@@ -227,16 +247,3 @@ def is_finite(flat: Tensor) -> bool:
     """Whether a tensor has neither NaN nor infinity."""
     # A sum of finite values may overflow, but one of NaN or infinity is never finite.
     return bool(torch.isfinite(flat.sum())) or bool(torch.isfinite(flat).all())
-
-
-@lru_cache(None)
-def _has_fused_kernel() -> bool:
-    """Whether this PyTorch has the kernel of the gradient scaler for the CPU."""
-    try:
-        place = dict(dtype=torch.float32, device='cpu')
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            [torch.ones(1, **place)], torch.zeros(1, **place), torch.ones(1, **place)
-        )
-    except (RuntimeError, AttributeError):  # NotImplementedError is a RuntimeError
-        return False
-    return True

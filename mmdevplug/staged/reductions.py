@@ -138,7 +138,7 @@ class Reductions(GroupBase):
                 def finish() -> None:
                     buffers.finite = scale(flat, 1.0 if divided else 1 / self._size)
                     if buffers.finite or not keeps_nonfinite:
-                        tensor.detach().copy_(flat.view(tensor.shape))
+                        buffers.written.append((tensor.detach(), flat))
 
                 buffers.due.append(finish)
                 return self.gloo.allreduce([flat], torch_dist.AllreduceOptions())

@@ -205,6 +205,45 @@ def test_asking_whether_a_sum_has_ended_ends(device):
     assert run_ranks(asked_only, 2, device) == [[800_000.0] * 3] * 2
 
 
+def count_copies(average):
+    """How a sum is copied on a card with streams, and how often the host waits for one."""
+    where = start('streams')
+    inside, copies, waits = [], [], []
+    copy = torch.Tensor.copy_
+
+    class Noted(torch.zeta.stream):
+        def __enter__(self):
+            inside.append(self.stream)
+
+        def __exit__(self, *error):
+            inside.pop()
+
+    def note(to, source, non_blocking=False):
+        if to.device != source.device:
+            pinned = [each.is_pinned() for each in (to, source) if each.device.type == 'cpu']
+            beside = bool(inside) and inside[-1] is not torch.zeta.current_stream()
+            copies.append((to.device.type, non_blocking, *pinned, beside))
+        return copy(to, source, non_blocking)
+
+    torch.zeta.stream = Noted
+    torch.zeta.Stream.synchronize = torch.zeta.synchronize = None  # these wait for the program
+    tensor, group = torch.ones(400_000, device=where), torch_dist.group.WORLD
+    torch_dist.barrier()
+    torch.zeta.Event.synchronize = lambda event: waits.append(event)
+    torch.Tensor.copy_, torch.Tensor.cpu = note, None
+    work = group.average(tensor) if average else torch_dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    del torch.Tensor.copy_, torch.Tensor.cpu
+    return copies, len(waits), set(tensor.cpu().tolist())
+
+
+@pytest.mark.parametrize('average', [False, True])
+def test_copies_of_a_card_with_streams_run_beside_its_program(average):
+    for copies, waits, values in run_ranks(count_copies, 2, average):
+        assert copies == [('cpu', True, True, True), ('zeta', True, True, True)]
+        assert (waits, values) == (2, {1.0 if average else 2.0})
+
+
 def without_copies():
     """A message whose copy to the host fails after the call."""
     start('streams')
