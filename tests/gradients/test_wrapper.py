@@ -194,3 +194,31 @@ def count_messages(context):
 def test_few_messages():
     for step in run('zeta', count_messages):
         assert step == dict(average=1)
+
+
+def hook_of_a_user(context):
+    """Gradients by a hook of the user's, also after a layer was frozen, which builds DDP anew."""
+    from mmdevplug import DeviceDistributedDataParallel
+
+    def hook(state, bucket):
+        done = torch.futures.Future()
+        done.set_result(torch.full_like(bucket.buffer(), 7.0))
+        return done
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    wrapper = DeviceDistributedDataParallel(model)
+    wrapper.register_comm_hook(None, hook)
+    found = []
+    for frozen in (False, True):
+        model[0].requires_grad_(not frozen)
+        model.zero_grad()
+        wrapper(torch.ones(4, 3, device=context.device)).sum().backward()
+        gradients = [each.grad for each in model.parameters()]
+        found.append([each if each is None else float(each.mean()) for each in gradients])
+    return found
+
+
+def test_a_users_hook_stays_when_other_parameters_are_trained():
+    for first, second in run('zeta', hook_of_a_user):
+        assert first == [7.0] * 4
+        assert second == [None, None, 7.0, 7.0]

@@ -13,8 +13,10 @@ from tests.ranks import run_ranks
 def train_with_misplaced_parts(work_dir):
     install_card('zeta')
     cfg = digits_config('zeta', work_dir, **PLAIN)
+    cfg.custom_hooks = [dict(type='EmptyCacheHook', after_iter=True)]
     runner = RUNNERS.build(cfg)
-    messages = []
+    messages, emptied = [], []
+    torch.zeta.empty_cache = lambda: emptied.append(runner.iter)
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     runner.logger.addHandler(handler)
@@ -32,6 +34,7 @@ def train_with_misplaced_parts(work_dir):
         for state in runner.optim_wrapper.optimizer.state.values()
         for value in state.values()
     }
+    assert {*emptied} >= {*range(runner.iter)}  # MMEngine's empties that of CUDA alone
     return devices | states, messages
 
 

@@ -78,7 +78,7 @@ class Job:
 
 
 def check_saved(job, stopped):
-    assert str(stopped) in job.checkpoint().name
+    assert f'iter_{stopped}.pth' in job.checkpoint().name
     saved = load_file(job.checkpoint())
     assert saved['meta']['iter'] == stopped
     lines = [line for line in job.output(0).splitlines() if 'Stopped after iteration' in line]
@@ -109,8 +109,9 @@ def test_accumulated_gradients_keep_ranks_together(tmp_path):
     check_saved(job, stopped)
 
 
-def test_a_single_process_stops_at_once(tmp_path):
-    job = Job(tmp_path, 0)
+@pytest.mark.parametrize('hook', ['CheckpointHook', 'OwnCheckpointHook'])
+def test_a_single_process_stops_at_once(tmp_path, hook):
+    job = Job(tmp_path, 0, default_hooks__checkpoint__type=hook)
     job.wait_for_iteration(3)
     job.signal(0, signal.SIGTERM)
     assert job.end() == [128 + signal.SIGTERM]
