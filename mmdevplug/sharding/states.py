@@ -50,8 +50,7 @@ def shard_optimizer_state(optimizer: Any, state_dict: Dict[str, Any]) -> Dict[st
     def take(value: Any, parameter: Tensor) -> Any:
         if is_sharded(value) or getattr(value, 'shape', 0) != parameter.shape:
             return value
-        empty = torch.empty_like(parameter.detach(), dtype=value.dtype)
-        return empty.copy_(shard_alike(value, parameter))
+        return torch.empty_like(parameter.detach()).copy_(shard_alike(value, parameter))
 
     states = {
         index: {name: take(value, parameters[index]) for name, value in state.items()}

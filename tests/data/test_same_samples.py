@@ -226,17 +226,21 @@ def test_a_wrong_metric_is_refused(tmp_path, options, expected):
     assert found.value.errors[0][0] == 'SampleError'
 
 
-@pytest.mark.parametrize('divided', [True, False])
-def test_a_stream_that_all_ranks_read(tmp_path, divided):
+@pytest.mark.parametrize(
+    ('divided', 'workers', 'readers'),
+    [(True, 0, []), (False, 0, ['ranks 0 and 1']), (True, 2, ['two workers'])],
+)
+def test_a_stream_that_all_ranks_read(tmp_path, divided, workers, readers):
     options = dict(
         train_dataloader__sampler=None,
+        train_dataloader__num_workers=workers,
         train_dataloader__dataset=dict(_delete_=True, type='Row', divided=divided),
-        train_cfg=dict(_delete_=True, by_epoch=False, max_iters=1, val_interval=2),
+        train_cfg=dict(_delete_=True, by_epoch=False, max_iters=2, val_interval=3),
         param_scheduler=None,
     )
-    said = warnings_of(tmp_path, options)
-    assert len(said) == (not divided)
-    assert all('ranks 0 and 1 have read the same first batch: Row' in line for line in said)
+    said = [line.partition(': Row gives')[0] for line in warnings_of(tmp_path, options)]
+    expected = 'train_dataloader: {} have read the same first batch'
+    assert said == [expected.format(each) for each in readers]
 
 
 @pytest.mark.parametrize('divided', [True, False])

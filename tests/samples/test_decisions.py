@@ -279,6 +279,9 @@ def test_going_on_from_a_state(tmp_path):
     assert numbers(next(other)) == [203, 204, 205, 206, 207, 100, 101, 102]
     assert other.last.pool == 2
     assert other.last.reused == 5
+    both = Source().sampler()  # on one rank in place of two
+    both.load_state_dict(sampler.state_dict(), sampler.state_dict())
+    assert numbers(next(both)) == [203, 204, 205, 206, 207, 203, 204, 205]
 
 
 RAGGED = [
