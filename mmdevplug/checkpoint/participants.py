@@ -4,6 +4,7 @@ Saving asks each for its state, and resuming gives each its own back. Every rank
 own, which are gathered once: a checkpoint holds them as the bytes of a file for each rank.
 """
 
+import copy
 import io
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from .writing import save_with_warning
 KEY, VERSION = 'mmdevplug', 4
 #: What is of one rank alone, and of no use to a job with another number of ranks.
 _OF_ONE_RANK = ('random', 'buffers')
+_OF_RUNNER = (*_OF_ONE_RANK, 'plain', 'train_loop', 'val_loop')
 #: What MMEngine's own hooks change while training, and do not derive from the runner.
 _ATTRIBUTES = {
     EarlyStoppingHook: ('wait_count', 'best_score'),
@@ -157,6 +159,12 @@ class Participants:
             )
         self._begun = True
         self._give()
+
+    def keep(self) -> Callable[[], None]:
+        """Return what restores the states that hooks, and what users have added, have now."""
+        things = {k: v for k, v in self._things.items() if k not in _OF_RUNNER}
+        states = copy.deepcopy({name: thing.state_dict() for name, thing in things.items()})
+        return lambda: [things[name].load_state_dict(states[name]) for name in states]
 
     def _give(self) -> None:
         for name, thing in [*self._loaders.items(), *self._things.items()]:

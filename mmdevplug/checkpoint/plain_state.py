@@ -120,18 +120,21 @@ class PlainState:
                 _put(owner, name, value, on_device)
         warn_of_unused(saved)
 
-    def keeping(self, function: Callable[[], None]) -> None:
-        """Call a function, and restore what it changes in plain attributes."""
+    def keep(self) -> Callable[[], None]:
+        """Return what restores plain attributes that change from now on."""
         before = [
             (owner, name, mark, copy.deepcopy(owner.attributes[name]))
             for owner in _owners(self._runner)
             for name, (mark, fits) in _marks(owner).items()
             if fits
         ]
-        function()
-        for owner, name, mark, value in before:
-            if _examine(_place(owner.value, name).get(name))[0] != mark:
-                _put(owner, name, value, False)
+
+        def restore() -> None:
+            for owner, name, mark, value in before:
+                if _examine(_place(owner.value, name).get(name))[0] != mark:
+                    _put(owner, name, value, False)
+
+        return restore
 
 
 def _owners(runner: AnyRunner) -> Iterator[Owner]:

@@ -1,6 +1,6 @@
 """Take up training where a checkpoint has left it: loops, random numbers, a due validation."""
 
-from typing import Any, Mapping, Optional
+from typing import Any, Callable, List, Mapping, Optional
 
 from mmengine.dist import get_world_size
 from mmengine.hooks import Hook
@@ -32,7 +32,8 @@ class Resumption:
         found = loader_of(runner.train_loop)
         loader = found if isinstance(found, ResumableLoader) else None
         at = None if loader is None else loader.resumed_at
-        #: Whether random states are restored only before the next epoch begins.
+        self._undo: List[Callable[[], Any]] = []
+        #: Whether random states are restored before the next epoch begins.
         self._between_epochs = at is None
         inexact = [getattr(loader, 'inexact', ''), buffers.inexact]
         if ranks != get_world_size():
@@ -72,11 +73,21 @@ class Resumption:
                 f'uninterrupted run.'
             )
 
-    def begin_epoch(self) -> None:
-        """Restore random states if the run was interrupted between two epochs."""
+    def before_epoch(self, *parts: Any) -> None:
+        """Restore random states, or note those of parts, when ``before_train_epoch`` comes next.
+
+        In the middle of an epoch hooks have been called already: :meth:`after_repeating` undoes
+        what they count and draw once more.
+        """
         if self._between_epochs:
-            self._between_epochs = False
             self._random.restore()
+        else:
+            self._undo = [part.keep() for part in parts]
+
+    def after_repeating(self) -> None:
+        """Restore what hooks have changed by what they had done before."""
+        while self._undo:
+            self._undo.pop()()
 
     def validate_if_due(self) -> None:
         """Validate if the checkpoint was saved before the validation that was due."""

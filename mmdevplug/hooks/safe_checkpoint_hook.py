@@ -1,6 +1,5 @@
 """Save checkpoints that survive a kill or a full disk and resume exactly."""
 
-from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Set
@@ -131,6 +130,7 @@ class SafeCheckpointHook(CheckpointHook):
         if not self._validated:
             self._saved_here = True
             self._resumption.validate_if_due()
+        self._resumption.before_epoch(self._plain, self._participants)
 
     def _prepare(self, runner: AnyRunner) -> bool:
         if writing.is_local(str(self.out_dir), self.backend_args):
@@ -141,9 +141,9 @@ class SafeCheckpointHook(CheckpointHook):
         return is_finished(runner.work_dir)
 
     def before_train_epoch(self, runner: AnyRunner) -> None:
-        """Restore random states."""
+        """Undo what hooks have done a second time in an epoch that was interrupted."""
         if self._resumption is not None:
-            self._resumption.begin_epoch()
+            self._resumption.after_repeating()
 
     def before_train_iter(self, runner: AnyRunner, batch_idx: int, data_batch: Any = None) -> None:
         """Let DDP arrange its buckets as they were."""
@@ -152,9 +152,10 @@ class SafeCheckpointHook(CheckpointHook):
         self._resumption = None
         participants.warn_of_unused(self._participants.waiting)
         if hasattr(runner.model, 'warm_up') and self._plain is not None:
-            warm_up = partial(runner.model.warm_up, data_batch, runner.optim_wrapper)
             self._random.state_dict(renew=False)
-            self._plain.keeping(warm_up)
+            restore = self._plain.keep()
+            runner.model.warm_up(data_batch, runner.optim_wrapper)
+            restore()
             self._random.restore()
 
     def after_train_iter(self, runner: AnyRunner, *args: Any, **kwargs: Any) -> None:

@@ -205,6 +205,32 @@ class ReadsByItself(Hook):
             data_batch['inputs'].add_(next(self.data)['inputs'])
 
 
+@HOOKS.register_module(force=True)
+class BeginsEpochs(Hook):
+    """A hook that counts and draws when an epoch begins, which a resumed run repeats."""
+
+    def __init__(self):
+        self.begun, self.scale = 0, 1.0
+
+    def before_train_epoch(self, runner):
+        self.begun += 1
+        self.scale = 0.5 + float(np.random.rand())
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        data_batch['inputs'].mul_(self.scale + 0.1 * self.begun)
+
+
+@HOOKS.register_module(force=True)
+class BeginsWithState(BeginsEpochs):
+    """The same with a state that it saves itself."""
+
+    def state_dict(self):
+        return dict(begun=self.begun, scale=self.scale)
+
+    def load_state_dict(self, state):
+        self.begun, self.scale = state['begun'], state['scale']
+
+
 def _loader(size=20, **changes):
     return dict(
         dict(
@@ -270,6 +296,7 @@ class KeepsTheRest(Sampler):
 
 _RANDOM = dict(type='GlobalRandomSampler')
 _OWN = dict(type='DrawsByItself')
+_BEGIN = [dict(type='BeginsEpochs'), dict(type='BeginsWithState')]
 _INFINITE = dict(type='InfiniteSampler', shuffle=True)
 _WORKERS = dict(num_workers=1, persistent_workers=True)
 
@@ -289,6 +316,8 @@ KEPT = dict(
     drawn=_drawn(_loader(12), _loader(16, sampler=_RANDOM)),
     drawn_with_workers=_drawn(_loader(12, **_WORKERS), _loader(24, sampler=_INFINITE)),
     participant=dict(custom_hooks=[dict(type='Teaches')]),
+    begins=dict(custom_hooks=_BEGIN),
+    begins_by_iter=dict(by_epoch=False, custom_hooks=_BEGIN),
     sampler=dict(train_dataloader=_loader(sampler=_OWN)),
     sampler_by_iter=dict(by_epoch=False, train_dataloader=_loader(sampler=_OWN, **_WORKERS)),
     batch_sampler=dict(
