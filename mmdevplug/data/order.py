@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections import deque
-from functools import partial
 from inspect import isgenerator
 from itertools import chain, islice
 from random import Random
@@ -49,7 +48,7 @@ class Order:
         #: How many batches were drawn from the sampler, and how many before that pass.
         self.drawn = self.drawn_before = 0
         #: What sampler and batch sampler were built with, and what they had when that pass began.
-        self._built = self._values()
+        self._built = [_values_of(sampler), _values_of(batches)]
         self.kept_before: List[Dict[str, Any]] = []
         #: Of the next pass: batches, then samples to leave out, and epoch and random state.
         self.resumed: Optional[Tuple[int, int, Optional[int], Any]] = None
@@ -94,41 +93,36 @@ class Order:
                 batch = self.add_seed(batch, number, index)
             yield batch
 
-    def _values(self) -> List[Dict[str, Any]]:
-        found = []
-        for each in (self.sampler, self.batches):
-            values = {name: value for name, value in _own(each).items() if _is_small(value)}
-            values.update((name, get(value)) for name, value, (get, _) in _generators(each))
-            found.append(copy.deepcopy(values))
-        return found
-
     def kept(self) -> List[Dict[str, Any]]:
         """What both keep from pass to pass: small attributes and generators that have changed."""
         if draws_on(self.sampler):
             return []  # all of its batches are drawn again
         return [
             {k: v for k, v in now.items() if pickle.dumps(v) != pickle.dumps(built.get(k))}
-            for now, built in zip(self._values(), self._built)
+            for now, built in zip(map(_values_of, (self.sampler, self.batches)), self._built)
         ]
 
-    def keep(self, kept: Sequence[Dict[str, Any]]) -> None:
+    def keep(self, kept: Sequence[Mapping[str, Any]]) -> None:
         """Restore what :meth:`kept` has returned in an earlier run."""
         for each, states in zip((self.sampler, self.batches), kept):
-            states = dict(states)
-            for name, value, (_, put) in _generators(each):
-                if name in states:
-                    put(value, states.pop(name))
-            _own(each).update(states)
+            for name, state in states.items():
+                held = getattr(each, name, None)
+                put = next((_GENERATORS[k][1] for k in _GENERATORS if isinstance(held, k)), None)
+                if put is None:
+                    vars(each)[name] = state
+                else:
+                    put(held, state)
 
 
-def _own(sampler: Any) -> Dict[str, Any]:
-    return getattr(sampler, '__dict__', {})  # a list has none
-
-
-def _generators(sampler: Any) -> Iterator[Tuple[str, Any, Tuple[Callable, Callable]]]:
-    for name, value in _own(sampler).items():
-        for kind in filter(partial(isinstance, value), _GENERATORS):
-            yield name, value, _GENERATORS[kind]
+def _values_of(sampler: Any) -> Dict[str, Any]:
+    found = {}
+    for name, value in getattr(sampler, '__dict__', {}).items():  # a list has none
+        if _is_small(value):
+            found[name] = copy.deepcopy(value)
+        for kind, (get, _) in _GENERATORS.items():
+            if isinstance(value, kind):
+                found[name] = get(value)
+    return found
 
 
 def _is_small(value: Any, most: int = 1000) -> bool:
@@ -139,7 +133,7 @@ def _is_small(value: Any, most: int = 1000) -> bool:
 
 def draws_on(sampler: Any) -> bool:
     """Whether a sampler goes on where the last pass has left it, as MMEngine's InfiniteSampler."""
-    held = list(_own(sampler).values())
+    held = list(getattr(sampler, '__dict__', {}).values())
     for each in list(held):
         held += each.values() if isinstance(each, dict) else ()
     return any(map(isgenerator, held))
