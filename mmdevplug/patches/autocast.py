@@ -14,6 +14,7 @@ from mmengine import device as mmengine_device
 from mmengine.runner.amp import autocast
 
 from mmdevplug.accelerators import Accelerator, current_accelerator
+from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.patching import KEPT, active_patches, patch_symbol
 from mmdevplug.utils.torch_compat import keep_from_tracing
 
@@ -53,8 +54,15 @@ def patch_autocast(accelerator: Accelerator, compiled: bool = False) -> None:
         patch_symbol(_GENERATOR, '__code__', _redirected.__code__, KEPT)
 
 
-def prepare_compiling(accelerator: Accelerator) -> None:
-    """Keep torch.compile from our own functions, and from what it cannot trace of MMEngine's."""
+def prepare_compiling(accelerator: Accelerator, optim_wrapper: Any) -> None:
+    """Keep torch.compile from our own functions, and from what it cannot trace of MMEngine's.
+
+    ``paramwise_cfg`` makes parameter groups of MMEngine's ``ConfigDict``, at which the compiler of
+    PyTorch 2.13 fails in the step of Adam and others.
+    """
+    for each in list_optim_wrappers(optim_wrapper):
+        groups = getattr(getattr(each, 'optimizer', None), 'param_groups', [])
+        groups[:] = [dict(group) for group in groups]
     keep_from_tracing(*[f'mmdevplug.{part}' for part in UNTRACED.split()])
     patch_autocast(accelerator, compiled=True)
 

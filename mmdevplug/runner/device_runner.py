@@ -223,7 +223,7 @@ class DeviceRunner(Runner):
     def _maybe_compile(self, target: str) -> None:
         """Compile as MMEngine does, if the config says so, but not our own functions."""
         if self.cfg.get('compile'):
-            prepare_compiling(self.device_context.accelerator)
+            prepare_compiling(self.device_context.accelerator, self.optim_wrapper)
         super()._maybe_compile(target)
 
     # the optimizer ------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ def train_compiled(compile_cfg, work_dir, row='sgd', **options):
 
     cfg = row_config(row, 'cpu', work_dir)
     cfg.compile = compile_cfg
-    cfg.update(options)
+    for key, value in options.items():
+        cfg[key] = value
     runner = DeviceRunner.from_cfg(cfg)
     told = []
     torch._logging.set_logs(graph_breaks=True)
@@ -102,6 +103,23 @@ def test_mixed_precision_is_compiled(tmp_path, ranks, norm):
         # Of ours only the wrapper is no graph, nor the exchange of all ranks' statistics.
         ours = [text for text in breaks if 'mmdevplug/' in text or 'autocast' in text]
         assert not [t for t in ours if '/sync_bn.py' not in t and '/wrapper.py' not in t], ours
+
+
+def test_parameter_groups_of_a_config_are_compiled(tmp_path):
+    """The compiler of PyTorch 2.13 knows no `ConfigDict`, of which MMEngine makes them."""
+    adam = dict(type='AdamW', lr=1e-3, weight_decay=0.01)
+    groups = dict(optimizer=adam, paramwise_cfg=dict(bias_decay_mult=0.0))
+    options = dict(optim_wrapper=dict(type='OptimWrapper', **groups))
+    found = []
+    for compile_cfg in (False, dict(backend='aot_eager')):
+        args = compile_cfg, tmp_path / str(bool(compile_cfg)), options
+        found += run_ranks(train_with_options, 0, *args)
+    assert found[1][1] > 0
+    assert largest_difference(found[0][0], found[1][0]) <= 1e-4
+
+
+def train_with_options(compile_cfg, work_dir, options):
+    return train_compiled(compile_cfg, work_dir, **options)
 
 
 def test_mmengines_autocast_is_replaced_on_every_device_where_a_model_is_compiled():
