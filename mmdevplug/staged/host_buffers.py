@@ -88,8 +88,7 @@ class HostBuffers:
         self.written: List[Tuple[Tensor, Tensor]] = []
         self.due: List[Callable[[], Any]] = []
         self.copied: List[Tuple[Any, Tensor]] = []
-        self.beside = False
-        self.finite = True
+        self.beside, self.finite = False, True
 
     def read(self, tensor: Tensor, later: bool = False) -> Tensor:
         """Return the values of a tensor, flat; ``later`` for :meth:`wait_for_copies`."""
