@@ -36,7 +36,10 @@ from mmdevplug.checkpoint.writing import (
 from mmdevplug.environments.base import LaunchEnv
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.utils import atomic_files
-from tests.jobs import torch_before
+from tests.jobs import PATHS, torch_before
+
+#: Of a process that starts afresh.
+LEAN_ENV = dict(os.environ, PYTHONPATH=PATHS)
 
 
 def save(path, number=0, age=0):
@@ -166,7 +169,7 @@ def test_a_killed_writer_leaves_the_old_file_and_one_to_remove(tmp_path):
         f'writing.write_checkpoint(dict(meta=dict(iter=2)), {str(path)!r})'
     )
     process = subprocess.Popen(
-        [sys.executable, '-c', script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, '-c', script], env=LEAN_ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdout.readline() == b'written\n'
     process.send_signal(signal.SIGKILL)
@@ -391,7 +394,8 @@ def test_the_interpreter_waits_for_the_background(tmp_path):
         'BackgroundWriter().start(lambda: (time.sleep(0.5), path.touch()))\n'
         'raise SystemExit("training failed")'
     )
-    assert subprocess.run([sys.executable, '-c', script], capture_output=True).returncode == 1
+    command = [sys.executable, '-c', script]
+    assert subprocess.run(command, env=LEAN_ENV, capture_output=True).returncode == 1
     assert (tmp_path / 'written').exists()
 
 
@@ -403,7 +407,8 @@ def test_the_interpreter_waits_for_the_background_before_exit_handlers():
         'atexit.register(print, "exit handler", flush=True)\n'
         'BackgroundWriter().start(lambda: (time.sleep(0.5), print("written", flush=True)))'
     )
-    printed = subprocess.run([sys.executable, '-c', script], stdout=subprocess.PIPE, check=True)
+    command = [sys.executable, '-c', script]
+    printed = subprocess.run(command, env=LEAN_ENV, stdout=subprocess.PIPE, check=True)
     assert printed.stdout.split(b'\n')[:2] == [b'written', b'exit handler']
 
 

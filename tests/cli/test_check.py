@@ -13,7 +13,7 @@ from torch import nn
 from mmdevplug.checks.one_step import _apart
 from tests.checks.test_config import SPARE_HEAD
 from tests.cli.checking import checked
-from tests.jobs import ROOT, need_card, needs_modes
+from tests.jobs import PATHS, ROOT, need_card, needs_modes
 
 CONFIG = 'configs/digits/digits_cpu.py'
 
@@ -75,7 +75,7 @@ def test_what_is_apart_is_a_problem():
 @pytest.fixture(scope='module')
 def digits():
     """As a user runs it, in a shell with variables of an earlier job."""
-    env = dict(os.environ, RANK='3', MASTER_PORT='29500', OMP_NUM_THREADS='1')
+    env = dict(os.environ, RANK='3', MASTER_PORT='29500', OMP_NUM_THREADS='1', PYTHONPATH=PATHS)
     before = sorted(os.listdir(ROOT)), sorted(os.listdir(ROOT / 'configs' / 'digits'))
     done = subprocess.run(
         [sys.executable, 'tools/check.py', CONFIG],

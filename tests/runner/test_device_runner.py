@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 from mmengine.config import Config
-from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
@@ -28,7 +27,9 @@ from tests.jobs import (
 )
 from tests.ranks import free_port, launch_variables, run_ranks
 
-THREE_EPOCHS = {**PLAIN, 'train_cfg__max_epochs': 3, 'default_hooks__checkpoint__interval': 1}
+THREE_EPOCHS = dict(
+    PLAIN, train_cfg__max_epochs=3, default_hooks__checkpoint=dict(interval=1, max_keep_ckpts=3)
+)
 
 
 IN_MMSEG = """
@@ -76,42 +77,36 @@ def test_a_script_of_mmseg_that_imports_only_the_runner(tmp_path):
     assert 'wrapper: DeviceDistributedDataParallel' in done.stdout, done.stderr
 
 
-class StopAfter(Hook):
-    """Ends training early, as an interrupted job does, with the schedule of the whole."""
-
-    def __init__(self, epochs):
-        self.epochs = epochs
-
-    def after_train_epoch(self, runner):
-        runner.train_loop.stop_training = runner.epoch + 1 >= self.epochs
-
-
-def train(accelerator, work_dir, epochs, resume):
+def train(accelerator, work_dir, resume_from=None):
     install_card(accelerator)
     cfg = digits_config(accelerator, work_dir, **THREE_EPOCHS)
     cfg.train_dataloader.batch_size = 64
-    cfg.resume = resume
+    cfg.update(resume=resume_from is not None, load_from=resume_from)
     runner = RUNNERS.build(cfg)
-    runner.register_hook(StopAfter(epochs))
     runner.train()
     return weights_of(runner.model.module)
 
 
-def test_resume_goes_on_as_if_never_stopped(tmp_path):
-    whole = run_ranks(train, 2, 'cpu', tmp_path / 'whole', 3, False)
-    run_ranks(train, 2, 'zeta', tmp_path / 'parts', 2, False)
-    assert (tmp_path / 'parts' / 'epoch_2.pth').is_file()
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """The folder of three epochs on two cards, with a checkpoint of each, and the weights."""
+    folder = tmp_path_factory.mktemp('trained')
+    return folder, run_ranks(train, 2, 'zeta', folder)[0]
+
+
+def test_resume_goes_on_as_if_never_stopped(trained, tmp_path):
+    folder, whole = trained
     # Saved by a card, resumed on the CPU.
-    resumed = run_ranks(train, 2, 'cpu', tmp_path / 'parts', 3, True)
-    assert largest_difference(whole[0], resumed[0]) <= 1e-5
+    resumed = run_ranks(train, 2, 'cpu', tmp_path, str(folder / 'epoch_2.pth'))
+    assert not (tmp_path / 'epoch_2.pth').exists()
+    assert largest_difference(whole, resumed[0]) <= 1e-5
     assert largest_difference(resumed[0], resumed[1]) == 0.0
 
 
-def test_stock_mmengine_loads_our_checkpoint(tmp_path, monkeypatch):
-    run_ranks(train, 2, 'zeta', tmp_path, 3, False)
-    cfg = digits_config('cpu', tmp_path / 'stock', **PLAIN)
+def test_stock_mmengine_loads_our_checkpoint(trained, tmp_path, monkeypatch):
+    cfg = digits_config('cpu', tmp_path, **PLAIN)
     cfg.runner_type = 'Runner'
-    cfg.load_from = str(tmp_path / 'epoch_3.pth')
+    cfg.load_from = str(trained[0] / 'epoch_3.pth')
     # What stock MMEngine needs on torch 2.6 and later to read any of its own checkpoints.
     monkeypatch.setenv('TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD', '1')
     runner = Runner.from_cfg(cfg)
