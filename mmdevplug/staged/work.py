@@ -81,7 +81,7 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         try:
             if not self._finished:
                 try:
-                    late = self._wait(timeout)
+                    late = self._wait(timeout) if self._error is None else None
                     if late is not None:
                         return late
                 except BaseException as error:  # results half copied must not look copied
