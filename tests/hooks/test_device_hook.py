@@ -26,8 +26,11 @@ def train_with_misplaced_parts(work_dir):
     runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
     optimizer = runner.optim_wrapper.optimizer
     parameter = next(p for p in model.parameters() if p is not model.head.weight)
-    optimizer.state[parameter]['momentum_buffer'] = torch.zeros(parameter.shape)
+    state = dict(momentum_buffer=torch.zeros(parameter.shape), step=torch.tensor(1.0))
+    optimizer.state[parameter].update(state)
     runner.train()
+    # Where Adam counts.
+    assert runner.optim_wrapper.optimizer.state[parameter].pop('step').device.type == 'cpu'
     devices = {str(value.device) for value in model.state_dict().values()}
     states = {
         str(value.device)
