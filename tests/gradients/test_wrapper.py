@@ -211,7 +211,7 @@ def hook_of_a_user(context):
     found = []
     for frozen in (False, True):
         model[0].requires_grad_(not frozen)
-        model.zero_grad()
+        model.zero_grad(set_to_none=True)
         wrapper(torch.ones(4, 3, device=context.device)).sum().backward()
         gradients = [each.grad for each in model.parameters()]
         found.append([each if each is None else float(each.mean()) for each in gradients])

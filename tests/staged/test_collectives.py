@@ -175,6 +175,11 @@ def reduce_everything(device):
         if size == 2:
             torch_dist.all_reduce(tensor, ReduceOp.AVG)
             found.append(('average', on_host(tensor), torch.full((4,), mean, dtype=dtype)))
+    if size == 2:
+        expected = torch.full((4,), 40_000.0, dtype=torch.float16)  # twice that is infinite
+        tensor = expected.to(where)
+        torch_dist.all_reduce(tensor, ReduceOp.AVG)
+        found.append(('average of halves', on_host(tensor), expected))
     return found
 
 
