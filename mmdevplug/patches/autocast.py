@@ -174,8 +174,10 @@ def _dtype_around(device_type: str) -> Optional[torch.dtype]:
     but the CPU.
     """
     if not hasattr(torch, 'get_autocast_dtype'):
-        around = device_type == 'cpu' and torch.is_autocast_cpu_enabled()
-        return torch.get_autocast_cpu_dtype() if around else None
+        if device_type != 'cpu' or not torch.is_autocast_cpu_enabled():
+            return None
+        # PyTorch 1.10 returns a copy, which is not equal to torch.bfloat16.
+        return torch.empty(0, dtype=torch.get_autocast_cpu_dtype(), device='cpu').dtype
     try:
         around = torch.is_autocast_enabled(device_type)
         return torch.get_autocast_dtype(device_type) if around else None
