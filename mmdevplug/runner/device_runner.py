@@ -65,8 +65,8 @@ class DeviceRunner(Runner):
             devices: options of :class:`mmdevplug.config.model_parallel.ModelParallelOptions`.
         sharding (dict or bool, optional): Whether and how the model is sharded over the ranks:
             options of :class:`mmdevplug.config.sharding.ShardingOptions`.
-        *args, **kwargs: See :class:`mmengine.runner.Runner`. What is None above is the key of that
-            name in ``cfg``.
+        *args: See :class:`mmengine.runner.Runner`.
+        **kwargs: The same. What is None above is the key of that name in ``cfg``.
 
     Examples:
         >>> cfg.runner_type = 'DeviceRunner'
