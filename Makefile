@@ -40,8 +40,9 @@ PEERS_TORCH ?= ../shared/peers/pytorch-tests.tar.gz
 # Tests start hundreds of processes, which would compile the package and the tests anew each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Files of tests that run at a time: most of a test is waiting.
+# Files of tests that run at a time: most of a test is waiting. Those of `make test` are smaller.
 WORKERS ?= 3
+test: WORKERS := 4
 
 # For read_base(), MMEngine looks for configs where packages are installed, and an editable install
 # leaves none there.
@@ -50,9 +51,9 @@ link = ln -sfn "$(CURDIR)/mmdevplug" "$$($(1)/python -c '$(SITE)')/mmdevplug"
 
 .DEFAULT_GOAL := help
 # Tests that share a file share a process, and what they start.
-PYTEST_T20 := -m pytest -n $(WORKERS) --dist loadfile
+PYTEST_T20 = -m pytest -n $(WORKERS) --dist loadfile
 # As collected: long files are not left for the end. pytest-xdist for Python 3.8 has no such option.
-PYTEST := $(PYTEST_T20) --no-loadscope-reorder
+PYTEST = $(PYTEST_T20) --no-loadscope-reorder
 # KINDS=--one-of-each: of tests that take long, one case of each kind, see tests/tiers.py.
 KINDS ?=
 # Graphs of tests are small and many: compiling them is what takes time.
