@@ -23,8 +23,8 @@ STAMP_DOCS := $(VENV)/.installed-docs
 
 TRAIN_DIR := work_dirs/demo
 
-# For tests with real models. The wheels of mmcv with its operations compiled are for one release of
-# torch each: name a file that suits. Without it, tests that need these operations are skipped.
+# For tests with real models. A wheel of mmcv with compiled operators is for one release of torch:
+# name a file that suits. Without it, tests that need these operators are skipped.
 MMCV ?= mmcv-lite==2.1.0
 MMCV_XLA ?= mmcv-lite==2.1.0
 MMCV_T20 ?= mmcv-lite==2.1.0
@@ -62,7 +62,7 @@ ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 # TorchTPU warns of every name in torch.tpu that may change.
 ON_TPU := TPU_ON_CPU=1 PYTHONWARNINGS="ignore:<TorchTpu/"
 
-.PHONY: help install install-xla install-t20 install-tpu standins demo test test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
+.PHONY: help install install-xla install-t20 install-tpu standins demo test test-operators test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
@@ -143,10 +143,21 @@ lint: install  ## Check style and that the package is Python 3.8
 
 # Compiled once for each release of PyTorch, into the folder for temporary files.
 standins: install  ## Compile the stand-in cards of the tests
-	PATH="$(abspath $(BIN)):$$PATH" PYTHONPATH=tests/standins/fakecard:tests/standins/native $(BIN)/python -c "import card, native_card; card.build(); card.build_extension('native_group', native_card.GROUP)"
+	PATH="$$(cd $(BIN) && pwd):$$PATH" PYTHONPATH=tests/standins/fakecard:tests/standins/native $(BIN)/python -c "import card, native_card; card.build(); card.build_extension('native_group', native_card.GROUP)"
 
 test: lint standins  ## Run the tests that need neither torch_xla nor a GPU, without those that take long
 	$(BIN)/python $(PYTEST) -m "not cuda and not xla and not tpu and not opencl and not t20 and not long"
+
+test-operators: install  ## Install MMCV=path/to/mmcv.whl and run the tests that need its compiled operators
+ifneq ($(findstring mmcv-lite,$(MMCV)),)
+	@echo "make test-operators needs a wheel of mmcv for torch 2.13 with its compiled operators; $(MMCV) has none."
+	@echo "Run: make test-operators MMCV=path/to/mmcv.whl"
+	@exit 1
+else
+	$(PIP) uninstall --yes mmcv mmcv-lite
+	$(PIP) install "$(MMCV)"
+	$(BIN)/python $(PYTEST) -m "operators and not cuda and not xla and not tpu and not opencl and not t20 and not long"
+endif
 
 test-long: install  ## Run the tests on the CPU that take long (KINDS=--one-of-each: one of each kind)
 	$(BIN)/python $(PYTEST) $(KINDS) -m "long and not cuda and not xla and not tpu and not opencl and not t20"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from mmengine.registry import DefaultScope
 
+from tests.jobs import WITHOUT_OPERATORS, need_mmcv_operators
 from tests.tiers import has_a_branch, leave_to_long, mark_long
 
 #: Files that take longest, by waiting (first) or computing: they come first, since a worker that
@@ -85,10 +86,31 @@ def _no_scope_of_another_file():
     DefaultScope._instance_dict.clear()
 
 
+@pytest.fixture(scope='session')
+def mmcv_operators():
+    """For fixtures that need mmcv's compiled operators; tests have the marker ``operators``."""
+    need_mmcv_operators()
+
+
+def pytest_runtest_setup(item):
+    """Skip tests that need mmcv's compiled operators where there are none."""
+    if item.get_closest_marker('operators'):
+        need_mmcv_operators()
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Skip what asked for the stand-in card in another process where PyTorch cannot have it."""
+    """Skip what asked for the stand-in card in another process where PyTorch cannot have it.
+
+    A test that needs mmcv's compiled operators and does not say so by its marker fails: it would
+    run in no target.
+    """
     report = (yield).get_result()
+    if report.skipped and not item.get_closest_marker('operators'):
+        if WITHOUT_OPERATORS in str(report.longrepr):
+            report.outcome = 'failed'
+            report.longrepr = f'{item.nodeid} needs the marker "operators"'
+        return
     if not report.failed:
         return
     import card
@@ -105,6 +127,18 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Say how many tests were skipped, and which command runs those that need operators."""
+    skipped = terminalreporter.stats.get('skipped', [])
+    if skipped:
+        line = f'{len(skipped)} tests were skipped, for the reasons above.'
+        operators = sum(WITHOUT_OPERATORS in str(report.longrepr) for report in skipped)
+        if operators:
+            command = 'make test-operators MMCV=path/to/mmcv.whl'
+            line = f"{line} {operators} need mmcv's compiled operators: {command}"
+        terminalreporter.write_line(line)
+
+
 def pytest_collection_finish():
     """Let no later collection look through what was imported."""
     gc.freeze()
@@ -114,6 +148,9 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(config, items):
     """Without ``-m``, leave out tests for other environments; with it, run what was asked for."""
     unused = mark_long(items)
+    for item in items:
+        if 'mmcv_operators' in item.fixturenames:
+            item.add_marker(pytest.mark.operators)
     if unused and len(items) > 1000:
         raise pytest.UsageError(f'tests/tiers.py names tests that there are not: {unused}')
     if config.getoption('--one-of-each'):

@@ -67,9 +67,13 @@ PATHS = os.pathsep.join(
 )
 
 
-def need_mmcv_operations():
-    """Skip where mmcv is there without its compiled operations, which model libraries import."""
-    pytest.importorskip('mmcv.ops', reason='needs mmcv with its compiled operations')
+#: Why a test with the marker ``operators`` is skipped.
+WITHOUT_OPERATORS = "needs mmcv's compiled operators"
+
+
+def need_mmcv_operators():
+    """Skip where mmcv has no compiled operators, which model libraries import."""
+    pytest.importorskip('mmcv.ops', reason=WITHOUT_OPERATORS)
 
 
 def need_peft():

@@ -71,10 +71,15 @@ def room_of(name):
     return name.split('.')[0]
 
 
+def is_built(path):
+    """Whether an installation has put it there: `.mim`, caches."""
+    return any(part[0] == '.' for part in path.relative_to(PACKAGE).parts)
+
+
 @lru_cache(maxsize=None)
 def imports():
     """For each module what it imports."""
-    paths = sorted(PACKAGE.rglob('*.py'))
+    paths = [path for path in sorted(PACKAGE.rglob('*.py')) if not is_built(path)]
     names = [path.relative_to(PACKAGE).with_suffix('').as_posix() for path in paths]
     known = {name.replace('/', '.'): path for name, path in zip(names, paths)}
     known = {name: path for name, path in known.items() if not name.startswith('configs.')}
@@ -127,7 +132,7 @@ def test_hooks_holds_hooks():
 
 
 def test_every_room_has_its_tests():
-    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name[0] != '_'}
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name[0] not in '_.'}
     tested = {path.name for path in Path(ROOT / 'tests').iterdir() if path.is_dir()}
     assert rooms - tested <= WITHOUT_TESTS_OF_THEIR_OWN
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / 'mmdevplug'
 
 #: Beginnings of the names of tests, below ``tests/``.
 LONG = (
@@ -218,7 +219,7 @@ def has_a_branch(path):
         each = todo.pop()
         seen.add(each)
         for module in map(_file_of, _imports(each)):
-            if 'mmdevplug' in module.parts and _OLDER.search(module.read_text()):
+            if PACKAGE in module.parents and _OLDER.search(module.read_text()):
                 return True
             beside = module.parent == path.parent != ROOT / 'tests'
             if beside and module not in seen:
@@ -234,7 +235,7 @@ def _file_of(name):
 def _imports(path):
     """Names of modules of this repository that a file imports, each where it is defined."""
     place = path.relative_to(ROOT).with_suffix('').parts
-    root = (ROOT / 'mmdevplug' / '__init__.py').read_text()
+    root = (PACKAGE / '__init__.py').read_text()
     for node in ast.walk(ast.parse(path.read_text())):
         found = []
         if isinstance(node, ast.Import):

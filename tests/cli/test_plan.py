@@ -9,7 +9,7 @@ from transformers import LlamaConfig, T5Config
 from mmdevplug.cli.common import run
 from mmdevplug.cli.plan import main
 from mmdevplug.model_parallel import DevicePlan
-from tests.jobs import ROOT, need_mmcv_operations
+from tests.jobs import ROOT
 from tests.model_parallel.models import LLAMA, T5, make
 
 CONFIG = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
@@ -67,10 +67,10 @@ def test_a_config_and_its_optimizer(tmp_path):
     assert planned(tmp_path, CONFIG, '--devices', 'gcu:0-1').parts['optimizer'] == 0
 
 
+@pytest.mark.operators
 def test_a_config_of_mmsegmentation(tmp_path):
     import os
 
-    need_mmcv_operations()
     path = os.path.join(os.path.dirname(mmseg.__file__), '.mim', 'configs', SWIN)
     made = planned(tmp_path, path, '--devices', 'cuda:0-1', '--strategy', 'dynamic')
     assert made.model == 'EncoderDecoder'

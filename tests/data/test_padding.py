@@ -13,7 +13,7 @@ from mmdevplug.data.padding import install_padding
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.patches.mmengine import restore_mmengine
 from mmdevplug.patches.mmseg import patch_accuracy
-from tests.jobs import digits_config, need_mmcv_operations
+from tests.jobs import digits_config
 from tests.ranks import RanksFailed, run_ranks
 
 MEAN, STD = [100.0, 110.0, 120.0], [50.0, 60.0, 70.0]
@@ -180,8 +180,8 @@ def det_preprocessor(**options):
     )
 
 
+@pytest.mark.operators
 def test_mmdet_sees_a_batch_with_a_larger_image_in_it():
-    need_mmcv_operations()
     wanted = det_preprocessor()(detection_batch((30, 35), (64, 96)), True)
     batch = detection_batch((30, 35))
     found = padded(det_preprocessor(), [(32, 32), (64, 96)])(batch, True)
@@ -196,8 +196,8 @@ def test_mmdet_sees_a_batch_with_a_larger_image_in_it():
     assert batch['data_samples'][0].gt_sem_seg.shape == (30, 35)  # the data set's own
 
 
+@pytest.mark.operators
 def test_augmentations_of_a_batch_come_after_the_pad_value():
-    need_mmcv_operations()
     seen = []
 
     class Look(nn.Module):
@@ -212,8 +212,8 @@ def test_augmentations_of_a_batch_come_after_the_pad_value():
     assert torch.equal(found['inputs'], seen[0] + 1)
 
 
+@pytest.mark.operators
 def test_a_preprocessor_that_hands_on_to_another_pads_once():
-    need_mmcv_operations()
     from mmdet.models import MultiBranchDataPreprocessor
     from mmdet.utils import register_all_modules
 
@@ -246,8 +246,8 @@ class Patches(nn.Module):
         return (self.conv(inputs).relu(),)
 
 
+@pytest.mark.operators
 def test_losses_and_predictions_of_a_detector_are_those_without_padding():
-    need_mmcv_operations()
     from mmdet.registry import MODELS as DET_MODELS
     from mmdet.utils import register_all_modules
 
@@ -367,8 +367,8 @@ def segmentation_losses(model, *sizes):
     return model.parse_losses(model(**data, mode='loss'))
 
 
+@pytest.mark.operators
 def test_mmseg_pads_maps_with_its_own_value():
-    need_mmcv_operations()
     model = segmentor((32, 48), size=(8, 8), seg_pad_val=254, pad_val=2)
     batch = segmentation_batch((20, 30), (24, 28))
     data = model.data_preprocessor(batch, True)
@@ -383,8 +383,8 @@ def test_mmseg_pads_maps_with_its_own_value():
     assert (first.img_shape, first.pad_shape) == ((20, 30), (32, 48))
 
 
+@pytest.mark.operators
 def test_losses_and_gradients_of_a_segmentor_are_those_without_padding():
-    need_mmcv_operations()
     results = []
     for pad_to in (None, (32, 48)):
         model = segmentor(pad_to, size=(20, 30))
@@ -399,9 +399,9 @@ def test_losses_and_gradients_of_a_segmentor_are_those_without_padding():
         torch.testing.assert_close(larger[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.operators
 @pytest.mark.parametrize('test_cfg', [None, dict(size_divisor=16)])
 def test_predictions_of_a_segmentor_have_the_size_of_the_image(test_cfg):
-    need_mmcv_operations()
     results = []
     for pad_to in (None, (32, 48)):
         model = segmentor(pad_to, size=(20, 30), test_cfg=test_cfg).eval()
@@ -413,8 +413,8 @@ def test_predictions_of_a_segmentor_have_the_size_of_the_image(test_cfg):
     )
 
 
+@pytest.mark.operators
 def test_counting_with_masks_is_mmsegs_accuracy(monkeypatch):
-    need_mmcv_operations()
     from mmseg.models.decode_heads import decode_head
     from mmseg.models.losses import accuracy
 
@@ -439,8 +439,8 @@ def test_counting_with_masks_is_mmsegs_accuracy(monkeypatch):
     assert decode_head.accuracy is accuracy
 
 
+@pytest.mark.operators
 def test_pixels_of_another_size_than_the_image_are_refused():
-    need_mmcv_operations()
     batch = segmentation_batch((20, 30))
     batch['inputs'] = images((10, 15))
     with pytest.raises(DevPlugError, match=r'gt_sem_seg.*\(20, 30\), expected \(10, 15\)'):
@@ -450,10 +450,10 @@ def test_pixels_of_another_size_than_the_image_are_refused():
 # mmpretrain ----------------------------------------------------------------------------------
 
 
+@pytest.mark.operators
 @pytest.mark.xla  # for mmpretrain, which is installed beside torch_xla
 @pytest.mark.parametrize('augmented', [False, True])
 def test_mmpretrain_pads_before_it_mixes(augmented):
-    need_mmcv_operations()
     pytest.importorskip('mmpretrain', reason='needs mmpretrain')
     from mmpretrain.models import ClsDataPreprocessor
     from mmpretrain.structures import DataSample

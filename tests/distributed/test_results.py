@@ -11,7 +11,7 @@ from mmengine import dist
 from mmengine.structures import InstanceData
 
 from tests.columns import CUDA, NATIVE, backend_of, job_of
-from tests.jobs import install_card, need_mmcv_operations
+from tests.jobs import install_card
 from tests.ranks import RanksFailed, run_ranks
 
 XLA = pytest.param('xla', marks=pytest.mark.xla)
@@ -101,8 +101,8 @@ def collect_videos(folder):
     return collect_tracking_results([rank, None] * (rank + 1)), os.listdir()
 
 
+@pytest.mark.operators
 def test_metrics_of_videos_need_no_folder(tmp_path):
-    need_mmcv_operations()
     pytest.importorskip('mmdet')
     first, second = run_ranks(collect_videos, 2, tmp_path)
     assert first == ([0, None, 1, None, 1, None], [])

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from mmdevplug.model_parallel.meta_build import build_from_file, can_build_on_meta
-from tests.jobs import need_mmcv_operations, torch_before
+from tests.jobs import torch_before
 
 LLAMA = dict(
     vocab_size=500,
@@ -82,7 +82,6 @@ class Patched(nn.Module):
 
 def openmmlab(package, name):
     """The model of a config that a package brings along."""
-    need_mmcv_operations()
     folder = os.path.join(os.path.dirname(package.__file__), '.mim', 'configs')
     return build_from_file(os.path.join(folder, name))[0]
 
@@ -109,6 +108,12 @@ MODELS = {
     'detr': lambda: openmmlab(mmdet, 'detr/detr_r50_8xb2-150e_coco.py'),
     'generic': Patched,
 }
+
+
+def every_model():
+    """Their names, with the marks that tests of them need."""
+    marks = dict.fromkeys(['mmseg', 'mmseg swin', 'mmdet', 'detr'], pytest.mark.operators)
+    return [pytest.param(name, marks=marks.get(name, ())) for name in MODELS]
 
 
 def without_memory():

@@ -6,12 +6,12 @@ from accelerate.utils import get_balanced_memory, infer_auto_device_map
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import plan
 from mmdevplug.model_parallel.unsplittable import WholeModules
-from tests.model_parallel.models import MODELS, make
+from tests.model_parallel.models import every_model, make
 
 LIMITS = {0: 2**50, 1: 2**50, 2: 2**50}
 
 
-@pytest.mark.parametrize('name', list(MODELS))
+@pytest.mark.parametrize('name', every_model())
 def test_it_is_the_map_of_accelerate(name):
     model = make(name)
     classes = WholeModules(model).classes

@@ -10,10 +10,10 @@ from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import plan
 from mmdevplug.model_parallel.unsplittable import WholeModules
 from tests.jobs import need_peft
-from tests.model_parallel.models import MODELS, Residual, every_name, make, without_memory
+from tests.model_parallel.models import Residual, every_model, every_name, make, without_memory
 
 
-@pytest.fixture(params=list(MODELS))
+@pytest.fixture(params=every_model())
 def model(request):
     return make(request.param)
 

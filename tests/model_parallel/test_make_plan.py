@@ -15,7 +15,7 @@ from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import DevicePlan, plan
 from mmdevplug.model_parallel.meta_build import can_build_on_meta
 from tests.model_parallel.brute import best_score
-from tests.model_parallel.models import MODELS, Patched, make, without_memory
+from tests.model_parallel.models import Patched, every_model, make, without_memory
 
 
 def layers(*widths):
@@ -31,7 +31,7 @@ def loads(made):
 
 
 @pytest.mark.parametrize('memory', [None, {0: '3GB', 1: '1GB', 2: '2GB'}])
-@pytest.mark.parametrize('name', list(MODELS))
+@pytest.mark.parametrize('name', every_model())
 def test_never_above_accelerate(name, memory):
     model = make(name)
     for count in (2, 3, 4) if memory is None else (3,):

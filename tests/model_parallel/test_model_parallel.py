@@ -11,16 +11,12 @@ from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
 from tests.columns import CUDA, within
 from tests.features.rows import Told
-from tests.jobs import ROOT, install_card, largest_difference, load_file, need_mmcv_operations
+from tests.jobs import ROOT, install_card, largest_difference, load_file
 from tests.parallel_jobs import STEPS, build, train
 from tests.ranks import RanksFailed, run_ranks
 
-KINDS = ['classifier', 'llama', 'tied_llama', 'segmentor']
-
-
-def need(kind):
-    if kind == 'segmentor':
-        need_mmcv_operations()
+SEGMENTOR = pytest.param('segmentor', marks=pytest.mark.operators)
+KINDS = ['classifier', 'llama', 'tied_llama', SEGMENTOR]
 
 
 def in_one_process(kind, work_dir, counts, options):
@@ -40,7 +36,6 @@ def check_equal(one, found, tolerance=1e-6):
 
 def compare(kind, work_dir, counts, **options):
     """Train on one card and on several in one process, and compare losses and weights."""
-    need(kind)
     ((one, *others),) = run_ranks(in_one_process, 0, kind, str(work_dir), (1, *counts), options)
     for count, found in zip(counts, others):
         assert len(found['devices']) == count
@@ -140,9 +135,8 @@ def train_two_each(kind, work_dir, options):
     return train(kind, 'zeta', work_dir, 2, **options)
 
 
-@pytest.mark.parametrize('kind', ['llama', 'segmentor'])
+@pytest.mark.parametrize('kind', ['llama', SEGMENTOR])
 def test_two_ranks_of_two_devices_each_are_one_device_with_all_the_data(tmp_path, kind):
-    need(kind)
     options = {}
     if kind == 'segmentor':  # whose statistics are those of all ranks
         options = dict(sync_bn='auto')

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.features.rows import ROWS as TABLE, train_rows
-from tests.jobs import ROOT, largest_difference, need_mmcv_operations
+from tests.jobs import ROOT, largest_difference
 from tests.model.sync_bn_cases import compare
 from tests.opencl.jobs import (
     CASES,
@@ -96,8 +96,8 @@ def test_killed_and_resumed_to_the_bit(tmp_path):
         assert expected['draws'] == found['draws']
 
 
+@pytest.mark.operators
 def test_segmentor_of_mmseg(tmp_path):
-    need_mmcv_operations()
     cpu, ocl = (
         run_ranks(segment, 0, name, tmp_path / name, environ=ENVIRON)[0] for name in ('cpu', 'ocl')
     )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mmengine.config import Config
 
-from tests.jobs import ROOT, largest_difference, need_mmcv_operations, weights_of
+from tests.jobs import ROOT, largest_difference, weights_of
 from tests.ranks import run_ranks
 from tests.repos.training import T20_STANDIN, Recorder, build_runner
 
@@ -37,9 +37,7 @@ SMALL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _operations():
-    need_mmcv_operations()
+pytestmark = pytest.mark.operators
 
 
 def train_example(name, work_dir, options):

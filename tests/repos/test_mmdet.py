@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.columns import device_of, job_of
-from tests.jobs import largest_difference, load_file, need_mmcv_operations
+from tests.jobs import largest_difference, load_file
 from tests.ranks import run_ranks
 from tests.repos.coco import faster_rcnn, make_coco, retinanet
 from tests.repos.training import ITERATIONS, mean_losses, run_script, train_all, write_config
@@ -36,8 +36,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope='module')
-def recipes(tmp_path_factory):
-    need_mmcv_operations()
+def recipes(mmcv_operators, tmp_path_factory):
     root = make_coco(tmp_path_factory.mktemp('coco'))
     return {name: recipe(root) for name, recipe in MODELS.items()}
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.jobs import largest_difference, need_mmcv_operations
+from tests.jobs import largest_difference
 from tests.ranks import run_ranks
 from tests.repos.more_recipes import RECIPES
 from tests.repos.training import ITERATIONS, train_by
@@ -18,11 +18,10 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope='module', params=RECIPES)
-def name(request):
+def name(mmcv_operators, request):
     library, _ = RECIPES[request.param]
     if find_spec(library) is None:
         pytest.skip(f'{library} is not installed')
-    need_mmcv_operations()
     return request.param
 
 

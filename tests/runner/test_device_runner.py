@@ -21,7 +21,6 @@ from tests.jobs import (
     digits_config,
     install_card,
     largest_difference,
-    need_mmcv_operations,
     torch_before,
     weights_of,
 )
@@ -69,9 +68,9 @@ def test_a_key_that_mmengine_does_not_read_is_warned_of(tmp_path):
     assert "WARNING - fp16={'loss_scale': 512.0} has no effect" in log
 
 
+@pytest.mark.operators
 def test_a_script_of_mmseg_that_imports_only_the_runner(tmp_path):
     """Registries of repositories look into MMEngine's, but have it import nothing."""
-    need_mmcv_operations()
     env = {**os.environ, **launch_variables(0, 1, free_port()), 'PYTHONPATH': PATHS}
     done = python('-c', IN_MMSEG, tmp_path, env=env, mmengine=False)
     assert 'wrapper: DeviceDistributedDataParallel' in done.stdout, done.stderr

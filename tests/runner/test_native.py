@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoint.training import train as train_noisy
 from tests.commands import python
-from tests.jobs import PLAIN, ROOT, largest_difference, need_mmcv_operations, train_digits
+from tests.jobs import PLAIN, ROOT, largest_difference, train_digits
 from tests.native import CARDS, native_environment, needs_native, run_native
 from tests.parallel_jobs import train as train_spread
 from tests.ranks import run_ranks
@@ -130,9 +130,9 @@ def remote_sensing(accelerator, work_dir):
     return whole, train_example(name, work_dir / 'resumed', dict(options, **half))
 
 
+@pytest.mark.operators
 @jobs([], long=[('npu', 2)])
 def test_remote_sensing(tmp_path, name, ranks):
-    need_mmcv_operations()
     expected, _ = run_ranks(remote_sensing, ranks, 'cpu', tmp_path / 'cpu', timeout=500)[0]
     found = run_native(name, remote_sensing, ranks, name, tmp_path / name, timeout=500)
     for rank, (whole, resumed) in enumerate(found):
@@ -143,9 +143,9 @@ def test_remote_sensing(tmp_path, name, ranks):
     assert found[0][0]['miou'] == pytest.approx(expected['miou'], abs=0.5)
 
 
+@pytest.mark.operators
 @jobs([], long=[('npu', 2), ('npu', 4)])
 def test_retinanet(tmp_path, name, ranks):
-    need_mmcv_operations()
     (tmp_path / 'coco').mkdir()
     recipes = dict(retinanet=retinanet(make_coco(tmp_path / 'coco')))
     expected = run_ranks(train_all, ranks, recipes, 'cpu', tmp_path / 'cpu', timeout=500)

@@ -77,7 +77,11 @@ def refuse(accelerator, work_dir, options):
     return ''
 
 
-@pytest.mark.parametrize('name', CASES)
+def with_marks(name):
+    return pytest.param(name, marks=pytest.mark.operators if name == 'not_called' else ())
+
+
+@pytest.mark.parametrize('name', map(with_marks, CASES))
 def test_what_cannot_be_sharded_is_refused(name, tmp_path):
     options, expected = CASES[name]
     for said in run_ranks(refuse, 2, 'cpu', str(tmp_path), options, together=True):

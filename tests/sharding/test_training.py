@@ -5,7 +5,7 @@ import torch
 
 from mmdevplug.sharding.states import is_sharded
 from tests.columns import NATIVE, job_of
-from tests.jobs import need_mmcv_operations, need_peft
+from tests.jobs import need_peft
 from tests.parallel_jobs import build
 from tests.ranks import run_ranks
 
@@ -42,8 +42,8 @@ FEW = ['twice', 'llama', 'bn']
 
 
 def compare(names, world_size, device, tmp_path, **sharding):
-    need_mmcv_operations()
-    need_peft()
+    if 'lora' in names:
+        need_peft()
     cases = [CASES[name] for name in names]
     (alone,) = run_ranks(train_all, 0, cases, 'cpu', str(tmp_path), False)
     if sharding:
@@ -70,18 +70,26 @@ def compare(names, world_size, device, tmp_path, **sharding):
 
 
 @pytest.mark.parametrize(
-    'names', [FEW, pytest.param([n for n in CASES if n not in FEW], marks=pytest.mark.long)]
+    'names',
+    [
+        FEW,
+        pytest.param(
+            [n for n in CASES if n not in FEW], marks=[pytest.mark.long, pytest.mark.operators]
+        ),
+    ],
 )
 def test_two_ranks_train_as_one_process(names, tmp_path):
     compare(names, 2, 'cpu', tmp_path)
 
 
 @pytest.mark.long
+@pytest.mark.operators
 @pytest.mark.parametrize('ranks', [1, 4])
 def test_other_numbers_of_ranks_train_as_one_process(ranks, tmp_path):
     compare(list(CASES), ranks, 'cpu', tmp_path)
 
 
+@pytest.mark.operators
 def test_two_copies_of_two_ranks_each_train_as_one_process(tmp_path):
     compare(['twice', 'segformer'], 4, 'cpu', tmp_path, ranks=2)
 
@@ -93,12 +101,14 @@ needs_card = pytest.mark.skipif(
 
 
 @needs_card
+@pytest.mark.operators
 @pytest.mark.parametrize('device', ['streams', NATIVE])
 def test_cards_train_as_one_process(device, tmp_path):
     compare(['twice', 'segformer', 'vit'], 2, device, tmp_path)
 
 
 @needs_card
+@pytest.mark.operators
 @pytest.mark.parametrize(('device', 'ranks'), [('streams', 2), (NATIVE, 2), (NATIVE, 1)])
 def test_weights_on_the_host_train_as_one_process(device, ranks, tmp_path):
     names = ['twice', 'segformer', 'bn']

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from tests.jobs import need_mmcv_operations
 from tests.ranks import run_ranks
 from tests.t20.conftest import FOLDER, MISSING
 from tests.xla.loss_jobs import (
@@ -37,9 +36,9 @@ def train_on_both(stages):
     return host, train_detector('gcu', config, batches, counts=counts)
 
 
+@pytest.mark.operators
 @pytest.mark.parametrize(('stages', 'executions'), [(1, 4), (2, 8)])
 def test_few_executions_and_the_losses_of_the_host(torch_gcu, stages, executions):
-    need_mmcv_operations()
     ((host, card),) = run_ranks(train_on_both, 0, stages)
     assert largest_difference(host, card) <= 1e-4
     assert max(card['executions'][2:]) <= executions

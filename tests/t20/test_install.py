@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, need_mmcv_operations
+from tests.jobs import ROOT
 from tests.repos.segmentation import make_cityscapes, segformer
 from tests.repos.training import load_config, write_config
 from tests.t20.conftest import FOLDER, MISSING
@@ -130,10 +130,10 @@ def test_both_pages_have_the_same_commands():
     assert len(commands_of('en').splitlines()) == 10
 
 
+@pytest.mark.operators
 @pytest.mark.timeout(1200)
 def test_the_commands_of_the_page(torch_gcu, tmp_path):
     """From the container to a model of mmseg that was trained, resumed and tested."""
-    need_mmcv_operations()
     container(tmp_path / 'vendor')
     checkout_folder, mine = tmp_path / 'mmdevplug', tmp_path / 'my_repository'
     checkout_folder.mkdir()

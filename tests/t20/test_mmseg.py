@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import ROOT, load_file, need_mmcv_operations
+from tests.jobs import ROOT, load_file
 from tests.ranks import run_ranks
 from tests.repos.segmentation import deeplabv3plus, make_cityscapes, segformer, vit
 from tests.repos.training import ITERATIONS, mean_losses, train_all, write_config
@@ -53,8 +53,8 @@ def validate_on_many_sizes(work_dir):
     ]
 
 
+@pytest.mark.operators
 def test_validation_on_images_of_many_sizes_compiles_one_graph(torch_gcu, tmp_path):
-    need_mmcv_operations()
     ((host, card),) = run_ranks(validate_on_many_sizes, 0, tmp_path)
     assert len({found.shape for found in host['predictions']}) == 12
     for found, expected in zip(card['predictions'], host['predictions']):
@@ -69,8 +69,7 @@ def with_sync_bn(recipe, how):
 
 
 @pytest.fixture(scope='module')
-def recipes(torch_gcu, tmp_path_factory):
-    need_mmcv_operations()
+def recipes(mmcv_operators, torch_gcu, tmp_path_factory):
     root = make_cityscapes(tmp_path_factory.mktemp('data') / 'cityscapes')
     models = {recipe.__name__: recipe(root) for recipe in (segformer, vit, deeplabv3plus)}
     return {name: replace(recipe, batch=8) for name, recipe in models.items()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.features.rows import ROWS as TABLE, train_rows
-from tests.jobs import ROOT, largest_difference, need_mmcv_operations
+from tests.jobs import ROOT, largest_difference
 from tests.model.sync_bn_cases import CASES, compare, run_all
 from tests.parallel_jobs import train as train_spread
 from tests.ranks import RanksFailed, run_ranks
@@ -98,8 +98,8 @@ def _resume(work_dir):
     return resumed(work_dir, resume=True)
 
 
+@pytest.mark.operators
 def test_segmentor_of_mmseg(tmp_path):
-    need_mmcv_operations()
     cpu, tpu = (
         run_ranks(train_spread, 0, 'segmentor', name, tmp_path / name)[0]
         for name in ('cpu', 'tpu')

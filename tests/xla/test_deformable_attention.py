@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.jobs import need_mmcv_operations
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xla
@@ -63,8 +62,8 @@ def attend_on_both():
     return attend('xla'), attend('cpu')
 
 
+@pytest.mark.operators
 def test_one_execution_with_the_results_of_the_host():
-    need_mmcv_operations()
     (((found, end, begin, on_host), (expected, *_)),) = run_ranks(
         attend_on_both, 0, environ=dict(CPU_NUM_DEVICES='1')
     )

@@ -7,7 +7,7 @@ from mmengine.config import Config
 from mmengine.registry import DATASETS
 from torch.utils.data import Dataset
 
-from tests.jobs import largest_difference, need_mmcv_operations, weights_of
+from tests.jobs import largest_difference, weights_of
 from tests.ranks import run_ranks
 from tests.xla.loss_jobs import batch, trained_detector, two_stage_detector
 from tests.xla.shape_jobs import Compilations
@@ -121,9 +121,9 @@ def differences(counts):
     return [after - before for before, after in zip(counts, counts[1:])]
 
 
+@pytest.mark.operators
 @pytest.mark.parametrize('name', list(EXECUTIONS))
 def test_all_at_once(tmp_path, name):
-    need_mmcv_operations()
     environ = dict(CPU_NUM_DEVICES=str(RANKS))
     (alone,) = run_ranks(train, 0, 'cpu', name, tmp_path / 'alone')
     whole = run_ranks(train, RANKS, 'xla', name, tmp_path / 'whole', environ=environ)

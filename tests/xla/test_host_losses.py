@@ -7,7 +7,7 @@ import pytest
 import torch
 from mmengine.logging import MessageHub
 
-from tests.jobs import need_mmcv_operations
+from tests.jobs import need_mmcv_operators
 from tests.ranks import run_ranks
 from tests.xla.loss_jobs import (
     batch,
@@ -134,8 +134,7 @@ def at_the_start(_):
 
 
 @pytest.fixture(scope='module')
-def trained():
-    need_mmcv_operations()
+def trained(mmcv_operators):
     (found,) = run_ranks(train_one_stage, 0, environ=dict(CPU_NUM_DEVICES='1'))
     return found
 
@@ -143,7 +142,7 @@ def trained():
 @functools.lru_cache(maxsize=None)
 def two_stages(name):
     """Return what training and prediction gave, of the detectors that a test asks for."""
-    need_mmcv_operations()
+    need_mmcv_operators()
     (found,) = run_ranks(train_two_stages, 0, name, environ=dict(CPU_NUM_DEVICES='1'))
     return found
 
@@ -165,6 +164,7 @@ def test_few_executions_and_no_compilation_after_the_first_iterations(trained, n
     assert not any(found['compilations'][2:])
 
 
+@pytest.mark.operators
 @pytest.mark.parametrize('name', list(EXECUTIONS))
 def test_detectors_train_as_on_the_host(name):
     (expected, found), _ = two_stages(name)
@@ -176,6 +176,7 @@ def test_detectors_train_as_on_the_host(name):
     assert not any(found['compilations'][2:])
 
 
+@pytest.mark.operators
 @pytest.mark.parametrize('name', list(EXECUTIONS))
 def test_detectors_predict_as_on_the_host(name):
     _, (expected, found) = two_stages(name)
@@ -199,8 +200,8 @@ def train_denoising():
     return [train_detector(kind, config, batches) for kind in ('cpu', 'xla')]
 
 
+@pytest.mark.operators
 def test_denoising_queries_change_no_graph():
-    need_mmcv_operations()
     ((expected, found),) = run_ranks(train_denoising, 0, environ=dict(CPU_NUM_DEVICES='1'))
     assert largest_difference(expected, found) <= 1e-3
     assert not any(found['compilations'][2:])
@@ -227,8 +228,8 @@ def refuse():
         train_detector('xla', config, batches, prepare=calling_again)
 
 
+@pytest.mark.operators
 def test_a_loss_that_calls_the_network_again_is_refused():
-    need_mmcv_operations()
     run_ranks(refuse, 0, environ=dict(CPU_NUM_DEVICES='1'))
 
 
@@ -246,8 +247,8 @@ def train_in_bfloat16():
     }
 
 
+@pytest.mark.operators
 def test_mixed_precision_and_accumulation():
-    need_mmcv_operations()
     (found,) = run_ranks(train_in_bfloat16, 0, environ=dict(CPU_NUM_DEVICES='1'))
     assert largest_difference(*found['accumulated']) <= 1e-4
     assert largest_difference(*found['bf16']) <= 0.05

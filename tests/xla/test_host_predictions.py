@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.jobs import need_mmcv_operations
 from tests.ranks import run_ranks
 from tests.xla.shape_jobs import SIZES, detect, segmentor, validate
 
@@ -28,8 +27,7 @@ def validate_segmentors(work_dir):
 
 
 @pytest.fixture(scope='module')
-def segmented(tmp_path_factory):
-    need_mmcv_operations()
+def segmented(mmcv_operators, tmp_path_factory):
     folder = tmp_path_factory.mktemp('validation')
     (found,) = run_ranks(validate_segmentors, 0, folder, environ=dict(CPU_NUM_DEVICES='1'))
     return found
@@ -63,8 +61,7 @@ def detect_all():
 
 
 @pytest.fixture(scope='module')
-def detected():
-    need_mmcv_operations()
+def detected(mmcv_operators):
     (found,) = run_ranks(detect_all, 0, environ=dict(CPU_NUM_DEVICES='1'))
     return found
 

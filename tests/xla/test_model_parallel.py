@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.jobs import ROOT, largest_difference, need_mmcv_operations
+from tests.jobs import ROOT, largest_difference
 from tests.parallel_jobs import STEPS, train
 from tests.ranks import run_ranks
 
@@ -28,8 +28,6 @@ def assert_close(found, expected):
 
 
 def compare(kind, work_dir, counts, **options):
-    if kind == 'segmentor':
-        need_mmcv_operations()
     ((one, *others),) = run_ranks(
         train_on, 0, kind, str(work_dir), (1, *counts), options, environ=FOUR_DEVICES, timeout=280
     )
@@ -42,7 +40,12 @@ def compare(kind, work_dir, counts, **options):
 
 
 @pytest.mark.parametrize(
-    ('kind', 'counts'), [('classifier', (2, 3, 4)), ('llama', (4,)), ('segmentor', (2,))]
+    ('kind', 'counts'),
+    [
+        ('classifier', (2, 3, 4)),
+        ('llama', (4,)),
+        pytest.param('segmentor', (2,), marks=pytest.mark.operators),
+    ],
 )
 def test_weights_are_those_of_one_device(tmp_path, kind, counts):
     compare(kind, tmp_path, counts)

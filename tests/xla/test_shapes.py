@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.jobs import need_mmcv_operations
 from tests.ranks import run_ranks
 from tests.xla.shape_jobs import SIZES, segmentor, train
 from tests.xla.test_gcu_t20 import with_standin
@@ -79,8 +78,8 @@ def train_segmentors(work_dir):
     return padded
 
 
+@pytest.mark.operators
 def test_mmseg_compiles_nothing_after_warm_up_though_ignored_pixels_vary(tmp_path):
-    need_mmcv_operations()
     (padded,) = run_ranks(train_segmentors, 0, tmp_path, environ=dict(CPU_NUM_DEVICES='1'))
     assert compiled_after(padded) == 0
     assert padded['warnings'] == []
@@ -103,8 +102,8 @@ def compare_with_host(pad_to):
     return found
 
 
+@pytest.mark.operators
 def test_losses_with_padding_are_those_of_the_host_without(tmp_path):
-    need_mmcv_operations()
     ((plain, padded),) = run_ranks(
         compare_with_host, 0, (32, 48), environ=dict(CPU_NUM_DEVICES='1')
     )

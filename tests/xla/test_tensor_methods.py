@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.jobs import need_mmcv_operations
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xla
@@ -54,8 +53,8 @@ def suppress_rotated():
     return found
 
 
+@pytest.mark.operators
 def test_rotated_boxes_are_suppressed_as_on_the_host():
-    need_mmcv_operations()
     (found,) = run_ranks(suppress_rotated, 0)
     assert found[0] == found[1]
     assert found[2] == found[3]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mmdevplug.patches.mmcv_ops.host_call import OUTPUTS
-from tests.jobs import need_mmcv_operations, needs_bfloat16
+from tests.jobs import needs_bfloat16
 from tests.patches.mmcv_ops import checks, jobs
 from tests.patches.mmcv_ops.detector import train_detector
 from tests.ranks import RanksFailed, run_ranks
@@ -40,10 +40,7 @@ def is_run(name, accelerator):
     return accelerator != 'gcu' or name in OF_GCU or 'MMDEVPLUG_RESULTS' in os.environ
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _mmcv():
-    need_mmcv_operations()
-
+pytestmark = pytest.mark.operators
 
 _found = {}
 
