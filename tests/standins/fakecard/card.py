@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, Tuple
 
 import torch
-from torch.utils.cpp_extension import load
+from torch.utils import cpp_extension
 
 
 def _missing():
@@ -99,9 +99,16 @@ def build_extension(name, source):
             shutil.rmtree(str(building), ignore_errors=True)
             building.mkdir()
             flags = ['-O1', '-std=c++20']
-            extension = load(
-                name, [str(source)], build_directory=str(building), extra_cflags=flags
-            )
+            # PyTorch passes its folder to the linker unquoted, and that may hold a space.
+            libraries, linked = cpp_extension.TORCH_LIB_PATH, building / 'torch_lib'
+            linked.symlink_to(libraries)
+            cpp_extension.TORCH_LIB_PATH = str(linked)
+            try:
+                extension = cpp_extension.load(
+                    name, [str(source)], build_directory=str(building), extra_cflags=flags
+                )
+            finally:
+                cpp_extension.TORCH_LIB_PATH = libraries
             os.replace(str(building / library.name), str(library))
             return extension
     spec = spec_from_file_location(name, str(library))
