@@ -3,8 +3,9 @@
 ``import mmdevplug`` adds names alone, which keeps it free of torch and of every vendor package.
 """
 
+from functools import lru_cache, wraps
 from importlib import import_module
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 try:
     from mmengine.registry import Registry, build_from_cfg
@@ -12,6 +13,9 @@ except ModuleNotFoundError as error:
     if error.name != 'mmengine':
         raise
     from .utils.plain_registry import Registry, build_from_cfg
+
+from .errors import DevPlugError
+from .utils.logs import log_warning
 
 SCOPE = 'mmdevplug'
 
@@ -94,3 +98,135 @@ register_lazily(
     **dict(cpu='cpu', cuda='cuda', gcu='gcu', tpu='tpu', xla='xla'),
     **dict.fromkeys(('npu', 'mlu', 'musa', 'sdaa', 'neuron', 'xpu', 'hpu', 'mps'), 'torch_native'),
 )
+
+
+# ours in place of theirs ------------------------------------------------------------------------
+
+_OPTIM, _WRAPPERS = 'mmengine.optim.optimizer', 'mmengine.model.wrappers'
+#: Classes of MMEngine and PyTorch, by where they are defined, and what takes their place.
+REPLACED = {
+    'mmengine.hooks.checkpoint_hook.CheckpointHook': 'hooks.SafeCheckpointHook',
+    'mmengine.hooks.empty_cache_hook.EmptyCacheHook': 'hooks.DeviceEmptyCacheHook',
+    'mmengine.hooks.iter_timer_hook.IterTimerHook': 'hooks.DeviceIterTimerHook',
+    'mmengine.hooks.profiler_hook.ProfilerHook': 'hooks.DeviceProfilerHook',
+    'mmengine.runner.log_processor.LogProcessor': 'runner.device_log_processor.DeviceLogProcessor',
+    'mmengine.runner.loops.IterBasedTrainLoop': 'runner.device_iter_loop.DeviceIterBasedTrainLoop',
+    'mmengine.runner.runner.Runner': 'runner.DeviceRunner',
+    f'{_OPTIM}.optimizer_wrapper.OptimWrapper': 'optim.DeviceOptimWrapper',
+    f'{_OPTIM}.amp_optimizer_wrapper.AmpOptimWrapper': 'optim.DeviceAmpOptimWrapper',
+    f'{_WRAPPERS}.distributed.MMDistributedDataParallel': (
+        'gradients.DeviceDistributedDataParallel'
+    ),
+    f'{_WRAPPERS}.seperate_distributed.MMSeparateDistributedDataParallel': (
+        'gradients.DeviceSeparateDistributedDataParallel'
+    ),
+    'torch.nn.parallel.distributed.DistributedDataParallel': (
+        'gradients.DeviceDistributedDataParallel'
+    ),
+}
+
+
+def class_of(registry: Registry, named: object, scope: Optional[str] = None) -> Any:
+    """Return the class that a config names: bare, with a scope, in full, or as the class itself.
+
+    Args:
+        registry (Registry): Where it is registered.
+        named (str or type): The value of ``type``.
+        scope (str, optional): ``_scope_`` of the config. Defaults to None: the current scope.
+
+    Returns:
+        type or None: None if there is no such class; MMEngine says so when it builds.
+    """
+    if not isinstance(named, str):
+        return named if isinstance(named, type) else None
+    with registry.switch_scope_and_registry(scope) as chosen:
+        try:
+            return chosen.get(named)
+        except RuntimeError:  # MMEngine's for an unknown name
+            return None
+
+
+def replacement_of(kind: type) -> Optional[Tuple[type, type]]:
+    """Return the class of MMEngine's or PyTorch's that a class is or inherits, and ours for it.
+
+    Other subclasses that MMEngine has itself, such as ``ApexOptimWrapper``, are for one device.
+    """
+    for each in kind.__mro__:
+        place = REPLACED.get(f'{each.__module__}.{each.__qualname__}')
+        if place is not None and (each is kind or not kind.__module__.startswith('mmengine.')):
+            room, _, name = place.rpartition('.')
+            return each, getattr(import_module(f'mmdevplug.{room}'), name)
+    return None
+
+
+@lru_cache(maxsize=None)
+def ours_for(kind: type) -> type:
+    """Return the class to build in place of one of MMEngine's or PyTorch's, or of a subclass.
+
+    A subclass of theirs becomes a class of its name that inherits from it and from ours, in this
+    order: its ``super()`` calls reach our methods. Any other class is returned as it is.
+
+    Our class may have ``promises``, which map methods to what is lost if the subclass overrides
+    them without calling ``super()``. A warning names such a method, once. Ours is called in any
+    case where MMEngine's class lacks the method, so that nobody would write that call.
+    """
+    found = replacement_of(kind)
+    if found is None or issubclass(kind, found[1]):
+        return kind
+    theirs, ours = found
+    return ours if kind is theirs else _put_under(kind, theirs, ours)
+
+
+def _put_under(kind: type, theirs: type, ours: type) -> type:
+    noting: Dict[str, Any] = {}
+    checking: Dict[str, Any] = {}
+    for name, lost in {**getattr(ours, 'promises', {}), '__init__': None}.items():
+        if getattr(kind, name) is not getattr(theirs, name):
+            noting[name] = _note_call(getattr(ours, name))
+            absent = lost is not None and name not in vars(theirs)
+            checking[name] = _check_call(kind, ours, name, lost, absent)
+    below = type(ours.__name__, (ours,), dict(noting, __module__=ours.__module__))
+    return type(kind.__name__, (kind, below), dict(checking, __module__=kind.__module__))
+
+
+def _note_call(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vars(self).setdefault('_reached', set()).add(method.__name__)
+        return method(self, *args, **kwargs)
+
+    return noting
+
+
+def _check_call(
+    kind: type, ours: type, name: str, lost: Optional[str], absent: bool
+) -> Callable[..., Any]:
+    method = getattr(kind, name)
+
+    @wraps(method)
+    def checking(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vars(self).setdefault('_reached', set()).discard(name)
+        result = method(self, *args, **kwargs)
+        if name in vars(self)['_reached']:
+            return result
+        if absent:
+            getattr(ours, name)(self, *args, **kwargs)
+        elif lost is None:
+            raise DevPlugError(
+                f'{kind.__name__}: its constructor does not reach that of {ours.__name__}, which '
+                f'stands in for {ours.__mro__[1].__name__}. Expected super().__init__(...) in '
+                f'place of the name of a class. Correct the constructor.'
+            )
+        else:
+            _warn_once(
+                f'{kind.__name__}.{name}() does not call super().{name}(): {lost}. Call it, or '
+                f'inherit from {ours.__module__}.{ours.__name__}.'
+            )
+        return result
+
+    return checking
+
+
+@lru_cache(maxsize=None)
+def _warn_once(text: str) -> None:
+    log_warning(text)

@@ -119,7 +119,8 @@ def overlay_accelerator(cfg: Config, name: str) -> None:
         base.accelerator.type = name
     given = to_dict(cfg.get('accelerator'))
     for key, value in base.items():
-        cfg[key] = value
+        # Ours is put under a runner of the repository's own.
+        cfg[key] = cfg.get(key, value) if key == 'runner_type' else value
     for name in set(AcceleratorOptions.names()) & set(given) - {'backend'}:
         cfg.accelerator.setdefault(name, given[name])  # ours, which suit any accelerator
 

@@ -25,6 +25,7 @@ from mmdevplug.environments.launch_variables import (
 from mmdevplug.errors import DevPlugError
 from mmdevplug.fault_tolerance.abort import note_for_agent, note_path
 from mmdevplug.fault_tolerance.ended_ranks import end_with_mim
+from mmdevplug.patches.runner_type import follow_runner_type
 from mmdevplug.utils.brief_terminal import BriefTerminal
 from mmdevplug.utils.warnings_once import says_first
 
@@ -91,6 +92,7 @@ def load_config(args: argparse.Namespace, import_modules: bool = True) -> Config
     if args.accelerator:
         overlay_accelerator(cfg, args.accelerator)
     cfg.setdefault('runner_type', 'DeviceRunner')
+    follow_runner_type()
     cfg.setdefault('accelerator', dict(type='auto', backend='auto'))
     if isinstance(cfg.accelerator, str):
         cfg.accelerator = dict(type=cfg.accelerator)  # which --cfg-options can add to

@@ -27,7 +27,7 @@ BUCKET_BYTES = 8 << 20
 FETCH_BYTES = 2 << 20
 
 #: Half precision is summed in float32: gloo of older releases lacks it, and it loses bits.
-_SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Bucket(NamedTuple):
@@ -112,6 +112,14 @@ class LazyStaging:
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._queue_finish)
+
+    def average(self) -> None:
+        """Average now what backward passes have added since the last average; no rank may skip it.
+
+        For a model that decides by itself when gradients are complete; :meth:`prepare` is not
+        called for it.
+        """
+        self._finish()
 
     def _queue_finish(self, _: object = None) -> None:
         with self._lock:
@@ -259,4 +267,4 @@ def divide(
 def _wire_dtype(parameter: Tensor) -> torch.dtype:
     if parameter.is_complex():
         return torch.float64 if parameter.dtype == torch.complex128 else torch.float32
-    return _SUMMED_IN.get(parameter.dtype, parameter.dtype)
+    return SUMMED_IN.get(parameter.dtype, parameter.dtype)

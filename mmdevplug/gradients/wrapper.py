@@ -1,6 +1,7 @@
 """Wrap a model for data parallel training on any device."""
 
 import copy
+from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
@@ -27,6 +28,7 @@ from mmdevplug.utils.torch_compat import is_at_least
 from .ddp_hook import BucketAveraging
 from .model_signature import check_same_model
 from .nonfinite import FinitePolicy
+from .own_step import average_gradients, averaging_updates, has_own_step
 from .trainable_set import COMPARING, TrainableSet, check_optimizers
 from .unused_parameters import naming_parameters, refuse_unreduced
 from .wrapper_arguments import (
@@ -281,6 +283,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             RankFailedError: If another rank failed.
         """
         with fail_together('training'), naming_parameters(self):
+            if has_own_step(self.module):
+                return self._run_own_step(data, optim_wrapper)
             with optim_wrapper.optim_context(self):
                 data = self.module.data_preprocessor(data, training=True)
                 losses = self._run_forward(data, mode='loss')
@@ -297,12 +301,42 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             optim_wrapper.update_params(parsed_loss)
             if self.detect_anomalous_params:
                 detect_anomalous_params(parsed_loss, model=self)
-            self.accelerator.compilation.materialize_all(self._devices)
-            self.step_materialized = True
-            if self.accelerator.compilation.lazy:
-                from mmdevplug.optim.device_optim_wrapper import log_norms
+            self._materialize_step(optim_wrapper)
+        return log_vars
 
-                log_norms(optim_wrapper)
+    def _materialize_step(self, optim_wrapper: AnyOptimWrapper) -> None:
+        self.accelerator.compilation.materialize_all(self._devices)
+        self.step_materialized = True
+        if self.accelerator.compilation.lazy:
+            from mmdevplug.optim.device_optim_wrapper import log_norms
+
+            log_norms(optim_wrapper)
+
+    def _run_own_step(self, data: Any, optim_wrapper: AnyOptimWrapper) -> Dict[str, Tensor]:
+        """Call the model's own ``train_step``, and average before each of its updates."""
+        name = type(self.module).__name__
+        if not self._loss_checked:
+            self._loss_checked = True
+            print_log(
+                f'{name} has a train_step of its own, which is called: gradients are averaged '
+                f'before each of its updates, when backward has ended.',
+                'current',
+            )
+        if self._users_hook is not None:
+            raise ModelError(
+                f'register_comm_hook() has no effect for {name}, which has a train_step of its '
+                f'own: DDP does not know its backward passes. Remove the call.'
+            )
+        if self._trainable.has_changed():
+            self._follow_trainable()
+        if self.broadcast_buffers:
+            with torch.no_grad():
+                broadcast_tensors(list(self.module.buffers()), self.accelerator, self._users_group)
+        self.follow_scaler(optim_wrapper)
+        check_optimizers(self.module, [self._trainable], optim_wrapper)
+        with averaging_updates(optim_wrapper, partial(average_gradients, self), name):
+            log_vars = self.module.train_step(data, optim_wrapper)
+        self._materialize_step(optim_wrapper)
         return log_vars
 
     def follow_scaler(self, optim_wrapper: AnyOptimWrapper) -> None:
@@ -322,7 +356,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         copied, buffers are restored, and there are no gradients before the first iteration; the
         caller restores the random states.
         """
-        if self.staging is not None or torch_dist.get_world_size(self._users_group) <= 2:
+        small = torch_dist.get_world_size(self._users_group) <= 2
+        if self.staging is not None or small or has_own_step(self.module):
             return  # Host staging needs no warm-up, and the sum of two values has no order.
         buffers = [
             (module, name, buffer, buffer.clone())

@@ -2,12 +2,13 @@
 
 from typing import Any, List, Sequence
 
-import mmengine.hooks
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import DeviceContext
 from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.registry import class_of, ours_for, replacement_of
+from mmdevplug.utils.logs import log_warning
 
 
 def missing_hooks(
@@ -30,19 +31,20 @@ def missing_hooks(
     return missing
 
 
-#: Hooks of MMEngine, and ours in their place.
-REPLACED_BY = dict(
-    CheckpointHook='SafeCheckpointHook',
-    EmptyCacheHook='DeviceEmptyCacheHook',
-    IterTimerHook='DeviceIterTimerHook',
-    ProfilerHook='DeviceProfilerHook',
-)
-
-
 def replace_hook(hook: Any) -> Any:
-    """Replace the config of one of MMEngine's hooks by that of ours; built hooks stay."""
-    kind = hook.get('type') if isinstance(hook, dict) else None
-    for name, ours in REPLACED_BY.items():
-        if kind in (name, getattr(mmengine.hooks, name)):
-            return dict(hook, type=HOOKS.get(ours))
+    """Replace the class in a hook's config by ours, or put ours under it.
+
+    A hook that is built already stays, and what is lost with it is said.
+    """
+    if isinstance(hook, dict):
+        kind = class_of(HOOKS, hook.get('type'), hook.get('_scope_'))
+        ours = kind if kind is None else ours_for(kind)
+        return hook if ours is kind else dict(hook, type=ours)
+    found = replacement_of(type(hook))
+    if found is not None and not isinstance(hook, found[1]):
+        name, ours = type(hook).__name__, found[1]
+        log_warning(
+            f'The hook {name} was built before it was registered, so {ours.__name__} does not '
+            f'take its place: {ours.lost}. Register its config instead: dict(type={name!r}, ...).'
+        )
     return hook

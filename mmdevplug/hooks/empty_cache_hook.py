@@ -15,6 +15,8 @@ class DeviceEmptyCacheHook(EmptyCacheHook):
     without a cache (XLA, the CPU). Arguments are those of :class:`mmengine.hooks.EmptyCacheHook`.
     """
 
+    lost = 'it empties the cache of CUDA and MUSA alone'
+
     def _after_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         if self._do_after_iter:
             rank_device()[0].empty_cache()

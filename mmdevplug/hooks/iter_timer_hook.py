@@ -18,6 +18,8 @@ class DeviceIterTimerHook(IterTimerHook):
     :class:`mmdevplug.DeviceRunner` uses it instead of MMEngine's.
     """
 
+    lost = 'times in the log are those of queueing work, not of the device'
+
     def _after_iter(
         self,
         runner: AnyRunner,

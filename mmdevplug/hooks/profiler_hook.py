@@ -28,6 +28,8 @@ class DeviceProfilerHook(ProfilerHook):
         **kwargs: See :class:`mmengine.hooks.ProfilerHook`.
     """
 
+    lost = 'it profiles CUDA alone'
+
     def __init__(self, *, activity_with_cuda: bool = False, **kwargs: object) -> None:
         accelerator, _ = rank_device()
         self._records_device = activity_with_cuda and accelerator.name != 'cpu'

@@ -1,12 +1,10 @@
 """Place a bare model on this rank's device and make it ready for training."""
 
-import inspect
 from contextlib import nullcontext
-from functools import wraps
-from typing import Any, Callable, Dict, Mapping, Optional, Type, Union
+from typing import Any, Callable, Dict, Mapping, Optional, Union
 
 import torch
-from mmengine.model import MMSeparateDistributedDataParallel, revert_sync_batchnorm
+from mmengine.model import MMDistributedDataParallel, revert_sync_batchnorm
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,23 +13,12 @@ from mmdevplug.accelerators import DeviceContext
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.patches.torch_load import safe_loading
+from mmdevplug.registry import class_of, ours_for
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.torch_compat import CHECKPOINTS_ANY_GENERATOR
 
 from .move import check_materialized, move_module, weights_on_host
 from .norm_layers import check_sync_bn, convert_norm_layers
-
-WRAPPER = 'DeviceDistributedDataParallel'
-SEPARATE_WRAPPER = 'DeviceSeparateDistributedDataParallel'
-
-#: Wrappers of MMEngine's and PyTorch's, and ours, which take the same arguments.
-REPLACED_BY = {
-    'MMDistributedDataParallel': WRAPPER,
-    'DistributedDataParallel': WRAPPER,
-    'MMSeparateDistributedDataParallel': SEPARATE_WRAPPER,
-    WRAPPER: WRAPPER,
-    SEPARATE_WRAPPER: SEPARATE_WRAPPER,
-}
 
 
 def place_model(
@@ -84,14 +71,31 @@ def place_model(
     if spread is not None:
         model = move_module(spread(model), device)
     cfg = wrapper_config(model_wrapper_cfg, find_unused_parameters)
-    defaults: Dict[str, Any] = dict(module=model)
-    if cfg['type'] not in REPLACED_BY:
-        kind = MODEL_WRAPPERS.get(cfg['type']) if isinstance(cfg['type'], str) else cfg['type']
-        if inspect.isclass(kind) and issubclass(kind, DistributedDataParallel):
-            cfg['type'] = on_our_wrapper(kind)
-        else:
-            move_module(model, device)  # as MMEngine's runner does
-    return MODEL_WRAPPERS.build(cfg, default_args=defaults)
+    kind = class_of(MODEL_WRAPPERS, cfg['type'], cfg.get('_scope_'))
+    if kind is not None and not issubclass(kind, DistributedDataParallel):
+        move_module(model, device)  # as MMEngine's runner does
+        log_warning(
+            f'model_wrapper_cfg.type={kind.__name__!r} is no DistributedDataParallel, so it averages '
+            f'gradients by itself: NaN of one rank is not found, and ranks are not compared. '
+            f'Inherit MMDistributedDataParallel to have that.'
+        )
+    return _build_wrapper(cfg, model)
+
+
+def _build_wrapper(cfg: Dict[str, Any], model: nn.Module) -> nn.Module:
+    try:
+        return MODEL_WRAPPERS.build(cfg, default_args=dict(module=model))
+    except (ValueError, RuntimeError) as error:
+        kind = cfg['type']
+        if isinstance(error, DevPlugError) or kind.__module__.split('.')[0] == 'mmdevplug':
+            raise
+        raise ModelError(
+            f'model_wrapper_cfg.type={kind.__name__!r}: its constructor failed with '
+            f'{type(error).__name__}: {first_line(error)} Expected a subclass of '
+            f'{kind.__bases__[0].__bases__[0].__name__} that calls '
+            f'super().__init__(module=module, **kwargs), which drops device_ids and works on any '
+            f'device. Write super() in place of the name of a class.'
+        ) from error
 
 
 def _warn_of_checkpointed_dropout(model: nn.Module) -> None:
@@ -127,50 +131,14 @@ def wrapper_config(
     """Decide on the model wrapper.
 
     MMEngine's and PyTorch's own wrappers are replaced by ours, which takes the same arguments and
-    leaves averaging to PyTorch where PyTorch can do it; any other is kept. Without a
-    ``model_wrapper_cfg``, MMEngine reads ``find_unused_parameters``.
+    leaves averaging to PyTorch where PyTorch can do it; under their subclasses ours are put, and
+    any other is kept. Without a ``model_wrapper_cfg``, MMEngine reads ``find_unused_parameters``.
     """
-    if model_wrapper_cfg is None:
-        # `broadcast_buffers` as MMEngine's runner has it.
-        return dict(
-            type=WRAPPER, broadcast_buffers=False, find_unused_parameters=find_unused_parameters
-        )
-    cfg = dict(model_wrapper_cfg)
-    kind = cfg.get('type', 'MMDistributedDataParallel')
-    name = kind.rsplit('.', 1)[-1] if isinstance(kind, str) else kind.__name__
-    cfg['type'] = REPLACED_BY.get(name, kind)
-    return cfg
-
-
-def on_our_wrapper(kind: Type[DistributedDataParallel]) -> Type[DistributedDataParallel]:
-    """Let a repository's wrapper inherit from ours in place of MMEngine's or PyTorch's.
-
-    Its ``super()`` calls reach our methods, which ignore ``device_ids`` and work on any device.
-
-    Raises:
-        ModelError: From its constructor, if that does not reach ours.
-    """
-    separate = issubclass(kind, MMSeparateDistributedDataParallel)
-    ours = MODEL_WRAPPERS.get(SEPARATE_WRAPPER if separate else WRAPPER)
-    if issubclass(kind, ours):
-        return kind
-
-    @wraps(kind.__init__)
-    def construct(self: Any, *args: object, **kwargs: object) -> None:
-        try:
-            kind.__init__(self, *args, **kwargs)
-        except (ValueError, RuntimeError) as error:
-            if isinstance(error, DevPlugError):
-                raise
-            raise ModelError(
-                f'model_wrapper_cfg.type={kind.__name__!r}: its constructor failed with '
-                f'{type(error).__name__}: {first_line(error)} Expected a subclass of '
-                f'{kind.__bases__[0].__name__} that calls super().__init__(module=module, '
-                f'**kwargs), which drops device_ids and works on any device. Write super() in '
-                f'place of the name of a class.'
-            ) from error
-
-    return type(kind.__name__, (kind, ours), dict(__init__=construct))
+    # `broadcast_buffers` as MMEngine's runner has it.
+    default = dict(broadcast_buffers=False, find_unused_parameters=find_unused_parameters)
+    cfg = dict(default if model_wrapper_cfg is None else model_wrapper_cfg)
+    kind = class_of(MODEL_WRAPPERS, cfg.get('type', MMDistributedDataParallel), cfg.get('_scope_'))
+    return cfg if kind is None else dict(cfg, type=ours_for(kind))
 
 
 def initialize_weights(model: nn.Module, context: DeviceContext, place: str = 'auto') -> None:

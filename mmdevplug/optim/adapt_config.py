@@ -1,7 +1,7 @@
 """Replace MMEngine's optimizer wrappers in a config by those that the device needs."""
 
 import copy
-from typing import Any, Dict, Iterator, Optional, Tuple, Type
+from typing import Any, Dict, Iterator, Optional, Tuple
 
 from mmengine.config import Config
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
@@ -12,6 +12,7 @@ from mmdevplug.accelerators import Accelerator, DeviceContext
 from mmdevplug.accelerators.backend import waits_for_backward
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import mmengine_supports
+from mmdevplug.registry import class_of, ours_for, replacement_of
 from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
@@ -26,16 +27,17 @@ def adapt_optim_wrapper_cfg(cfg: object, accelerator: Accelerator) -> Any:
     """Replace MMEngine's wrappers in a copy of a config by ours where the device needs it.
 
     ``OptimWrapper`` is replaced on lazy devices, and ``AmpOptimWrapper`` where MMEngine's refuses
-    the device, also in the parts of a config for several optimizers. Any other wrapper is kept.
+    the device, also in the parts of a config for several optimizers; under their subclasses ours
+    are put. Any other wrapper is kept.
     """
     if not isinstance(cfg, (dict, Config)):
         return cfg
     cfg = copy.copy(cfg)
     # Without a type MMEngine takes OptimWrapper; a config for several has no optimizer here.
-    kind = cfg.get('type', 'OptimWrapper' if 'optimizer' in cfg else None)
-    replacement = _replacement(kind, accelerator)
-    if replacement is not None:
-        cfg['type'] = replacement
+    named = cfg.get('type', OptimWrapper if 'optimizer' in cfg else None)
+    kind = class_of(OPTIM_WRAPPERS, named, cfg.get('_scope_'))
+    if _is_replaced(kind, accelerator):
+        cfg['type'] = ours_for(kind)
     for key, value in cfg.items():
         if isinstance(value, dict) and key != 'optimizer':
             cfg[key] = adapt_optim_wrapper_cfg(value, accelerator)
@@ -76,13 +78,13 @@ def _wrappers(cfg: Dict[str, Any], key: str) -> Iterator[Tuple[str, Dict[str, An
             yield from _wrappers(value, f'{key}.{part}')
 
 
-def _replacement(kind: object, accelerator: Accelerator) -> Optional[Type[OptimWrapper]]:
-    found = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
-    if found is OptimWrapper and accelerator.compilation.lazy:
-        return OPTIM_WRAPPERS.get('DeviceOptimWrapper')
-    if found is AmpOptimWrapper and not mmengine_supports(accelerator):
-        return OPTIM_WRAPPERS.get('DeviceAmpOptimWrapper')
-    return None
+def _is_replaced(kind: Optional[type], accelerator: Accelerator) -> bool:
+    found = None if kind is None else replacement_of(kind)
+    if found is None:
+        return False
+    if found[0] is AmpOptimWrapper:
+        return not mmengine_supports(accelerator)
+    return found[0] is OptimWrapper and accelerator.compilation.lazy
 
 
 def describe_fp16(cfg: Config) -> Optional[str]:

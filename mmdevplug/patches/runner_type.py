@@ -1,36 +1,27 @@
-"""Let ``Runner.from_cfg`` build the runner that a config names, as ``RUNNERS.build`` does."""
+"""Let a script build our runner, or ours under its own, whichever way it builds one."""
 
 import sys
 from typing import Any
 
-from mmengine.registry import RUNNERS
-
 from mmdevplug.config.prepare import refuse_flexible_runner
+from mmdevplug.registry import ours_for
 from mmdevplug.utils.patching import OWN, active_patches, patch_symbol
 
 
 def follow_runner_type() -> None:
-    """Let ``Runner.from_cfg`` follow ``runner_type`` where that names a runner of ours.
+    """Let MMEngine's runner, and subclasses of it, follow the key ``accelerator`` of a config.
 
-    Our base configs call it when they are read: scripts such as mmseg's and mmpose's
-    ``tools/test.py`` call ``Runner.from_cfg``, which ignores the key and would run on the devices
-    that MMEngine knows, without a word. A process that has not imported MMEngine's runner by then
-    only reads the config. Subclasses of Runner, and configs that name no runner of ours, are left
-    alone; FlexibleRunner refuses configs with the key ``accelerator``, which it ignores.
+    Our base configs call it when they are read, and our command before it builds a runner. Scripts
+    such as mmseg's and mmpose's ``tools/test.py`` call ``Runner.from_cfg``, which ignores
+    ``runner_type``; others call ``Runner(..., cfg=cfg)``; a repository may have its own runner.
+    All would run on the devices that MMEngine knows, without a word. A process that has not
+    imported MMEngine's runner by then only reads the config. Configs that ask for no accelerator
+    are left alone; FlexibleRunner refuses those that do.
     """
     module = sys.modules.get('mmengine.runner')
-    if module is None:
-        return
-    if active_patches(module.FlexibleRunner):
-        return  # this process has read one of them before
-    runner_class = module.Runner
-    from_cfg = runner_class.from_cfg.__func__
-
-    def build_named(cls: type, cfg: Any) -> Any:
-        named = cls is runner_class and cfg.get('runner_type') == 'DeviceRunner'
-        return RUNNERS.build(cfg) if named else from_cfg(cls, cfg)
-
-    patch_symbol(runner_class, 'from_cfg', classmethod(build_named), OWN)
+    if module is None or active_patches(module.FlexibleRunner):
+        return  # or this process has read one of them before
+    _build_ours(module.Runner, asks_for_ours)
     flexible = module.FlexibleRunner.from_cfg.__func__
 
     def build_flexible(cls: type, cfg: Any) -> Any:
@@ -39,3 +30,30 @@ def follow_runner_type() -> None:
         return flexible(cls, cfg)
 
     patch_symbol(module.FlexibleRunner, 'from_cfg', classmethod(build_flexible), OWN)
+
+
+def asks_for_ours(cfg: Any) -> bool:
+    """Whether a config names an accelerator or our runner."""
+    return bool(cfg) and ('accelerator' in cfg or cfg.get('runner_type') == 'DeviceRunner')
+
+
+def replace_runner() -> None:
+    """Let MMEngine's runner and its subclasses be ours for every config, see ``autopatch``."""
+    from mmengine.runner import Runner
+
+    _build_ours(Runner, lambda cfg: True)
+
+
+def _build_ours(runner_class: Any, is_asked: Any) -> None:
+    from_cfg = runner_class.from_cfg.__func__
+
+    def build(cls: Any, cfg: Any) -> Any:
+        ours = ours_for(cls) if is_asked(cfg) else cls
+        return from_cfg(cls, cfg) if ours is cls else ours.from_cfg(cfg)
+
+    def create(cls: Any, *args: object, **kwargs: Any) -> Any:
+        # Python calls the constructor of what this returns.
+        return object.__new__(ours_for(cls) if is_asked(kwargs.get('cfg')) else cls)
+
+    patch_symbol(runner_class, 'from_cfg', classmethod(build), OWN)
+    patch_symbol(runner_class, '__new__', staticmethod(create), OWN)

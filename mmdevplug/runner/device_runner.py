@@ -13,7 +13,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
-from mmengine.registry import RUNNERS
+from mmengine.registry import LOG_PROCESSORS, LOOPS, RUNNERS
 from mmengine.runner import BaseLoop, IterBasedTrainLoop, LogProcessor, Priority, Runner
 from torch import nn
 from torch.optim import Optimizer
@@ -41,10 +41,10 @@ from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.optim.adapt_config import adapt_optim_wrapper_cfg, check_optimizers, describe_fp16
 from mmdevplug.patches.autocast import prepare_compiling
 from mmdevplug.patches.torch_load import trust_classes
+from mmdevplug.registry import class_of, ours_for
 from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
 
-from .device_log_processor import DeviceLogProcessor
 from .explain_errors import current_group, explained
 from .init_device import init_from_options
 
@@ -74,6 +74,19 @@ class DeviceRunner(Runner):
         >>> RUNNERS.build(cfg).train()
     """
 
+    #: What is lost where a subclass has a method of its own that does not call ``super()``.
+    promises = dict(
+        setup_env='the process group is not started for the device of the config',
+        wrap_model='the model is neither moved to its device nor wrapped by ours',
+        build_optim_wrapper='the optimizer wrapper may not suit the device',
+        build_train_loop='a resumed run does not go on where it was',
+        register_hook='hooks of MMEngine are not replaced by ours',
+        load_or_resume='a restarted job does not resume',
+        load_checkpoint='checkpoints may run code, and a resumed run is not exact',
+        resume='a resumed run is not exact',
+        save_checkpoint='checkpoints are not written atomically, and hold no sharded weights',
+        train='an error of one rank does not end the others',
+    )
     #: The checkpoint that is being loaded to resume from.
     _resuming: Optional[str] = None
 
@@ -159,9 +172,10 @@ class DeviceRunner(Runner):
     def build_log_processor(self, log_processor: Union[LogProcessor, Dict]) -> LogProcessor:
         """Build the log processor, MMEngine's with the memory column of any accelerator."""
         if isinstance(log_processor, dict):
-            kind = log_processor.get('type', LogProcessor)
-            if kind in ('LogProcessor', LogProcessor):
-                log_processor = dict(log_processor, type=DeviceLogProcessor)
+            named = log_processor.get('type', LogProcessor)
+            kind = class_of(LOG_PROCESSORS, named, log_processor.get('_scope_'))
+            if kind is not None:
+                log_processor = dict(log_processor, type=ours_for(kind))
         return super().build_log_processor(log_processor)
 
     def _log_env(self, env_cfg: Dict) -> None:
@@ -270,7 +284,7 @@ class DeviceRunner(Runner):
         """Build the loop; see :meth:`mmengine.runner.Runner.build_train_loop`."""
         # An iteration-based loop reads from the loader when it is built.
         make_resumable(self._train_dataloader, self.seed)
-        built = super().build_train_loop(loop)
+        built = super().build_train_loop(_ours_of_loop(loop) if isinstance(loop, dict) else loop)
         check_batches(built)
         if isinstance(built, IterBasedTrainLoop):
             take_for_endless(built.dataloader)
@@ -418,3 +432,12 @@ class DeviceRunner(Runner):
         """Test; see :meth:`train`."""
         with explained(self, 'test'):
             return super().test()
+
+
+def _ours_of_loop(cfg: Dict) -> Dict:
+    """Replace the class in a loop's config by ours, or put ours under it."""
+    cfg = dict(cfg)
+    if cfg.get('by_epoch') is False and 'type' not in cfg:  # as MMEngine's runner reads it
+        cfg = dict(type=IterBasedTrainLoop, **{k: cfg[k] for k in cfg if k != 'by_epoch'})
+    kind = class_of(LOOPS, cfg.get('type'), cfg.get('_scope_'))
+    return cfg if kind is None else dict(cfg, type=ours_for(kind))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -36,7 +37,7 @@ def test_what_an_old_job_left_is_named_with_the_line_that_removes_it():
     )
     assert found.remedy.startswith('unset ')
     code = 'import os, json; print(json.dumps(dict(os.environ)))'
-    script = f'{found.remedy}; {sys.executable} -c "{code}"'
+    script = f'{found.remedy}; {shlex.quote(sys.executable)} -c "{code}"'
     printed = subprocess.check_output(['bash', '-c', script], env={**os.environ, **LEFT_OVER})
     left = json.loads(printed)
     assert set(left).isdisjoint(LEFT_OVER)

@@ -110,10 +110,18 @@ MODELS = {
 }
 
 
+OF_REPOSITORIES = ('mmseg', 'mmseg swin', 'mmdet', 'detr')
+
+
 def every_model():
     """Their names, with the marks that tests of them need."""
-    marks = dict.fromkeys(['mmseg', 'mmseg swin', 'mmdet', 'detr'], pytest.mark.operators)
-    return [pytest.param(name, marks=marks.get(name, ())) for name in MODELS]
+    return [with_marks(name) for name in MODELS]
+
+
+def with_marks(name, *values):
+    """A case of a test: a model, with the marks that it needs, and other parameters."""
+    marks = pytest.mark.operators if name in OF_REPOSITORIES else ()
+    return pytest.param(name, *values, marks=marks)
 
 
 def without_memory():

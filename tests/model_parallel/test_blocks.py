@@ -10,7 +10,14 @@ from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import plan
 from mmdevplug.model_parallel.unsplittable import WholeModules
 from tests.jobs import need_peft
-from tests.model_parallel.models import Residual, every_model, every_name, make, without_memory
+from tests.model_parallel.models import (
+    Residual,
+    every_model,
+    every_name,
+    make,
+    with_marks,
+    without_memory,
+)
 
 
 @pytest.fixture(params=every_model())
@@ -51,18 +58,20 @@ def test_entries_do_not_overlap(model):
 @pytest.mark.parametrize(
     ('name', 'whole', 'split'),
     [
-        ('llama', {'LlamaDecoderLayer'}, {'LlamaModel'}),
-        ('gpt2', {'GPT2Block'}, {'GPT2Model'}),
-        ('t5', {'T5Block'}, {'T5Stack'}),
-        ('vit', {'ViTLayer', 'ViTEmbeddings'}, {'ViTModel'}),
-        ('swin', {'SwinLayer'}, {'SwinStage'}),
-        ('convnext', {'ConvNextLayer'}, {'ConvNextStage'}),
-        ('mixtral', {'MixtralDecoderLayer'}, {'MixtralModel'}),
-        ('mmseg', {'Bottleneck'}, {'ResNetV1c', 'ResLayer'}),
-        ('mmseg swin', {'SwinBlock'}, {'SwinBlockSequence', 'SwinTransformer'}),
-        ('mmdet', {'Bottleneck', 'ConvModule'}, {'ResNet', 'RPNHead'}),
-        ('detr', {'DetrTransformerEncoderLayer', 'DetrTransformerDecoderLayer'}, {'DETR'}),
-        ('generic', {'Residual'}, {'Patched'}),
+        with_marks('llama', {'LlamaDecoderLayer'}, {'LlamaModel'}),
+        with_marks('gpt2', {'GPT2Block'}, {'GPT2Model'}),
+        with_marks('t5', {'T5Block'}, {'T5Stack'}),
+        with_marks('vit', {'ViTLayer', 'ViTEmbeddings'}, {'ViTModel'}),
+        with_marks('swin', {'SwinLayer'}, {'SwinStage'}),
+        with_marks('convnext', {'ConvNextLayer'}, {'ConvNextStage'}),
+        with_marks('mixtral', {'MixtralDecoderLayer'}, {'MixtralModel'}),
+        with_marks('mmseg', {'Bottleneck'}, {'ResNetV1c', 'ResLayer'}),
+        with_marks('mmseg swin', {'SwinBlock'}, {'SwinBlockSequence', 'SwinTransformer'}),
+        with_marks('mmdet', {'Bottleneck', 'ConvModule'}, {'ResNet', 'RPNHead'}),
+        with_marks(
+            'detr', {'DetrTransformerEncoderLayer', 'DetrTransformerDecoderLayer'}, {'DETR'}
+        ),
+        with_marks('generic', {'Residual'}, {'Patched'}),
     ],
 )
 def test_blocks_are_found(name, whole, split):
@@ -125,6 +134,7 @@ def test_modules_without_parameters_follow_the_block_before():
     assert made.device_of('dropout') == made.device_of('embed')
 
 
+@pytest.mark.operators
 def test_what_comes_before_the_first_block_goes_with_it():
     model = nn.Sequential(nn.BatchNorm1d(9, affine=False), nn.Linear(4, 4), nn.Linear(4, 4))
     assert plan(model, 'xla:0-1').device_map == {'0': 'xla:0', '1': 'xla:0', '2': 'xla:1'}

@@ -132,6 +132,7 @@ def test_dynamic_evens_llama_8b_where_the_threshold_asks_for_it(threshold, large
     assert max(made.loads.values()) / 1e9 == pytest.approx(largest, abs=0.005)
 
 
+@pytest.mark.operators
 def test_dynamic_balances_what_is_not():
     model = make('mmdet')
     auto, balanced = plan(model, 'xla:0-2', 'auto'), plan(model, 'xla:0-2')
@@ -169,6 +170,7 @@ def test_dynamic_falls_back_to_auto(monkeypatch):
     assert 'which fills device after device and counts weights alone' in made.warning
 
 
+@pytest.mark.operators
 def test_auto_cannot_keep_a_module_by_its_name():
     model = make('mmdet')
     assert plan(model, 'xla:0-2', no_split='backbone').device_of('backbone')

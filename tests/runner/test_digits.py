@@ -69,6 +69,8 @@ def train_with_ema(accelerator, work_dir):
 @pytest.mark.parametrize('accelerator', [LAZY])
 def test_clipping_updates_running_statistics_once(tmp_path, clipped_on_the_cpu, accelerator):
     result = train_clipped(accelerator, tmp_path)
-    assert largest_difference(result['weights'], clipped_on_the_cpu['weights']) <= 1e-6
-    assert result['norms'] == pytest.approx(clipped_on_the_cpu['norms'], rel=1e-4)
+    # Statistics that were updated twice would be off by 0.1. Kernels for other layouts, which
+    # processors without AVX-512 take, make 3e-4.
+    assert largest_difference(result['weights'], clipped_on_the_cpu['weights']) <= 1e-3
+    assert result['norms'] == pytest.approx(clipped_on_the_cpu['norms'], rel=0.01)
     assert len(result['norms']) == 4 * 11  # of each iteration

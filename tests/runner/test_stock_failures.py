@@ -30,6 +30,7 @@ def run_stock(work_dir, wrapper, group_exists):
     if group_exists:
         torch_dist.init_process_group('gloo')
     cfg = digits_config('cpu', work_dir, **PLAIN)
+    cfg.pop('accelerator')  # which no runner of MMEngine's passes over
     cfg.runner_type = 'Runner'
     cfg.env_cfg = dict(dist_cfg=dict(backend='gloo'))
     if wrapper is not None:

@@ -1,0 +1,23 @@
+"""MMEngine's loop over iterations, which says that it is its ``run`` that trains."""
+
+from mmengine.registry import LOOPS
+from mmengine.runner import IterBasedTrainLoop
+from torch import nn
+
+
+@LOOPS.register_module()
+class DeviceIterBasedTrainLoop(IterBasedTrainLoop):
+    """MMEngine's loop over iterations.
+
+    When it is resumed, MMEngine's :meth:`run` takes and drops the batches that were trained on. A
+    loader of ours goes on where it was, so it has to know whether they are dropped: a subclass
+    with a ``run`` of its own drops none, unless that calls ``super().run()``.
+    """
+
+    #: Whether MMEngine's ``run`` was entered.
+    runs_as_mmengine = False
+
+    def run(self) -> nn.Module:
+        """Train; see :meth:`mmengine.runner.IterBasedTrainLoop.run`."""
+        self.runs_as_mmengine = True
+        return super().run()
