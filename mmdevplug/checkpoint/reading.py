@@ -4,7 +4,7 @@ import os
 import re
 import zipfile
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
 
 import torch
 from mmengine.config import Config
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.distributed.waiting import run_on_main
-from mmdevplug.environments.launch_variables import LaunchEnv, restarts
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.file_kinds import describe_no_checkpoint
 from mmdevplug.utils.logs import log_warning
 
-from .writing import FINISHED, POINTER, SHARDS, STARTED, PathLike, is_local, write_text
+from .job import Job, Origin, origin_of, read_job
+from .writing import FINISHED, POINTER, SHARDS, PathLike, is_local
 
 
 def read_checkpoint(
@@ -86,10 +86,11 @@ def read_pointer(work_dir: PathLike) -> Optional[str]:
 
 
 def is_finished(work_dir: PathLike) -> bool:
-    """Whether the last run in a folder has ended: that was noted after its last checkpoint."""
-    saved, ended = Path(work_dir) / POINTER, Path(work_dir) / FINISHED
-    both = saved.is_file() and ended.is_file()
-    return both and saved.stat().st_mtime_ns <= ended.stat().st_mtime_ns
+    """Whether the last run in a folder has ended: its last checkpoint was noted then."""
+    ended = Path(work_dir) / FINISHED
+    return (
+        ended.is_file() and bool(ended.read_text()) and ended.read_text() == read_pointer(work_dir)
+    )
 
 
 def check_file(path: PathLike) -> None:
@@ -115,25 +116,23 @@ def check_file(path: PathLike) -> None:
         raise CheckpointError(f'{path} is damaged: {damaged} differs from its checksum')
 
 
-def find_good_checkpoint(work_dir: PathLike, only_this_run: bool = False) -> Optional[str]:
+def find_good_checkpoint(work_dir: PathLike, job: Optional[str] = None) -> Optional[str]:
     """Find the newest checkpoint that is whole, and log those that are not.
 
-    The folder that ``last_checkpoint`` names is searched, too. Returns a path or an address, None
-    if nothing was saved yet; raises CheckpointError if there are checkpoints and none is whole.
+    Of the job that has written the file which ``last_checkpoint`` names, the one of the most
+    iterations is the newest. The folder of that file is searched, too. Returns a path or an
+    address, None if nothing was saved yet; raises CheckpointError if there are checkpoints and
+    none is whole.
 
     Args:
         work_dir (str or Path): With ``last_checkpoint``.
-        only_this_run (bool): Whether to leave out files that are older than the start which
-            was noted. Defaults to False.
+        job (str, optional): Whose checkpoints count. Defaults to None: those of any job.
     """
     pointed = read_pointer(work_dir)
     if pointed is not None and re.match(r'\w+://', pointed):
-        return pointed  # An object store has whole objects or none.
-    candidates = _candidates(Path(work_dir), pointed)
-    if only_this_run:
-        marker = Path(work_dir) / STARTED
-        started = marker.stat().st_mtime_ns if marker.exists() else float('inf')
-        candidates = [path for path in candidates if path.stat().st_mtime_ns >= started]
+        # An object store has whole objects or none.
+        return pointed if job is None or read_job(work_dir).get('saved') == pointed else None
+    candidates = _newest_first(_candidates(Path(work_dir), pointed), job)
     refused: List[str] = []
     for path in candidates:
         try:
@@ -158,18 +157,42 @@ def _candidates(work_dir: Path, pointed: Optional[str]) -> List[Path]:
     folders = [work_dir]
     if pointed is not None:
         path = Path(pointed)
-        if not path.exists() and (work_dir / path.name).exists():
+        # A crash may have left a part of a path, whose folder is another one.
+        whole = path.suffix == '.pth' and len(path.name) < 256
+        if whole and not path.exists() and (work_dir / path.name).exists():
             path = work_dir / path.name  # the folder was moved
-        folders = [path.parent, work_dir]
-        if path.exists():
+        if whole and path.exists():
             first = [path]
         else:
             log_warning(
-                f'{work_dir / POINTER} names {pointed}, which does not exist. Looking for others.'
+                f'{work_dir / POINTER} names {pointed[:200]}, which does not exist. Looking for '
+                f'others.'
             )
+        folders = [path.parent, work_dir] if whole else folders
     # Best checkpoints hold no optimizer state.
     others = [one for one in newest_files(folders) if re.fullmatch(r'(?!best_).*\d', one.stem)]
     return first + [path for path in others if path not in first]
+
+
+def _newest_first(candidates: Sequence[Path], job: Optional[str]) -> List[Path]:
+    """Order checkpoints of one job by iterations, not by times of files, before all others.
+
+    Args:
+        candidates (list[Path]): The one that the pointer names, if any, then the others.
+        job (str, optional): Whose they are to be; None: those of the first go first.
+    """
+    origins = {path: origin_of(path) for path in candidates}
+
+    def newer_than(iteration: int) -> List[Path]:
+        found = [path for path in candidates if origins[path].job == job]
+        found = [path for path in found if origins[path].iteration > iteration]
+        return sorted(found, key=lambda path: origins[path].iteration, reverse=True)
+
+    if job is not None:
+        return newer_than(-1)
+    job, iteration = origins[candidates[0]] if candidates else Origin()
+    newer = [] if job is None else newer_than(iteration)
+    return newer + [path for path in candidates if path not in newer]
 
 
 def newest_files(folders: Iterable[Path]) -> List[Path]:
@@ -208,9 +231,9 @@ def find_resume_point(runner: AnyRunner) -> Optional[str]:
     A job that torchrun or Slurm has restarted resumes without being asked to.
     """
     load_from, resume = _named_checkpoint(runner), bool(runner._resume)
-    work_dir, env = runner.work_dir, runner.device_context.env
+    work_dir, env, job = runner.work_dir, runner.device_context.env, runner.job
     found = run_on_main(
-        'finding the checkpoint to resume from', lambda: _find(work_dir, load_from, resume, env)
+        'finding the checkpoint to resume from', lambda: _find(work_dir, load_from, resume, job)
     )
     if found is None and resume:
         print_log(f'No checkpoint in {work_dir} to resume from yet.', 'current')
@@ -223,22 +246,21 @@ def find_resume_point(runner: AnyRunner) -> Optional[str]:
     return found
 
 
-def _find(work_dir: str, load_from: Optional[str], resume: bool, env: LaunchEnv) -> Optional[str]:
-    count = restarts(env.launcher)
-    if count > 0:
-        found = find_good_checkpoint(work_dir, only_this_run=True)
+def _find(
+    work_dir: str, load_from: Optional[str], resume: bool, job: Optional[Job]
+) -> Optional[str]:
+    if job is not None and job.restarts:
+        found = find_good_checkpoint(work_dir, job.name)
         print_log(
-            f'This is restart {count} of this job, '
+            f'This is restart {job.restarts} of this job, '
             + ('which has saved nothing yet.' if found is None else f'resuming from {found}.'),
             'current',
         )
         if found is not None:
             return found
-    else:
-        write_text('', Path(work_dir) / STARTED)  # a restart ignores older files
     if not resume:
         left = newest_files([Path(work_dir)])
-        if left and count == 0:
+        if left and job is not None and not job.restarts:
             log_warning(
                 f'{work_dir} holds {len(left)} checkpoint(s) of an earlier run, {left[0].name} '
                 f'the newest, and this run starts from the beginning. --resume goes on from '

@@ -7,6 +7,7 @@ schedulers, as they were built, step to where training is.
 
 import copy
 import inspect
+import re
 from collections import Counter
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
@@ -287,6 +288,21 @@ class OptimizerSettings:
 # the runner -------------------------------------------------------------------------------------
 
 
+def counted_epochs(meta: Mapping[str, Any]) -> Optional[bool]:
+    """Whether the loop that a checkpoint is of counts epochs; None if that is not known."""
+    if 'counts_epochs' in meta:
+        return meta['counts_epochs']
+    # MMEngine's runner saves the text of the config.
+    found = re.search(
+        r'^train_cfg = dict\((.*?)\)$', str(meta.get('cfg')), re.DOTALL | re.MULTILINE
+    )
+    if found is None:
+        return None
+    if re.search(r'IterBasedTrainLoop|by_epoch=False', found.group(1)):
+        return False
+    return True if re.search(r'EpochBasedTrainLoop|by_epoch=True', found.group(1)) else None
+
+
 class ResumeSettings:
     """Compare settings before MMEngine loads states, and set them afterwards.
 
@@ -298,7 +314,9 @@ class ResumeSettings:
         loop, config = runner.train_loop, runner.scheduler_config
         found = by_name(runner.optim_wrapper, runner.param_schedulers, config)
         self.optimizers = [OptimizerSettings(*each) for each in found]
-        self.by_epoch = isinstance(loop, EpochBasedTrainLoop)
+        self._loop, self.by_epoch = loop, isinstance(loop, EpochBasedTrainLoop)
+        #: The epoch, if the checkpoint is of a loop that counts none.
+        self._changed_epoch: Optional[int] = None
         self.choice = runner.accelerator_options.resume_settings
         self.scaled = bool((runner.auto_scale_lr or {}).get('enable'))
         self.work_dir = runner.work_dir
@@ -321,8 +339,12 @@ class ResumeSettings:
         self.then = {True: info.get('max_epochs'), False: info.get('max_iters')}
         if self.by_epoch and all(self.then.values()):
             self.epoch[0] = max(1, self.then[False] // self.then[True])
-        self.done = (meta['epoch'] if self.by_epoch else 0, meta['iter'])
         before, found = self.then[self.by_epoch], []
+        epoch, then_by_epoch = meta['epoch'], counted_epochs(meta)
+        if then_by_epoch is not None and then_by_epoch != self.by_epoch:
+            before, epoch = None, meta['iter'] // self.epoch[1]
+            self._follow_loop(then_by_epoch, epoch, meta['iter'], where)
+        self.done = (epoch if self.by_epoch else 0, meta['iter'])
         if None not in (before, self.limit) and before != self.limit:
             limit = f'train_cfg.{"max_epochs" if self.by_epoch else "max_iters"}'
             found.append(Difference(limit, before, self.limit))
@@ -339,7 +361,23 @@ class ResumeSettings:
                 f'setting(s). {describe(found)}. {advice}'
             )
 
+    def _follow_loop(self, then_by_epoch: bool, epoch: int, iteration: int, where: str) -> None:
+        """Go on at the same iteration in a loop that counts something else, and say so."""
+        units = 'iterations', 'epochs'
+        place = f'iteration {iteration}'
+        if self.by_epoch:
+            place = f'epoch {epoch + 1}, which has {self.epoch[1]} batches, after {iteration}'
+            place += f' iterations ({iteration % self.epoch[1]} of this epoch)'
+        log_warning(
+            f'Resuming from {where}, whose train_cfg counts {units[then_by_epoch]}, with one that '
+            f'counts {units[self.by_epoch]}: training goes on in {place}. Schedules that count '
+            f'epochs go on where the checkpoint has them.'
+        )
+        self._changed_epoch = epoch if self.by_epoch else None
+
     def apply(self) -> None:
         """Set the settings that are taken, after MMEngine has loaded the checkpoint's states."""
+        if self._changed_epoch is not None:
+            self._loop._epoch = self._changed_epoch
         for one in self.optimizers:
             one.apply(self)

@@ -2,9 +2,11 @@
 
 from typing import Any, Callable, List, Mapping, Optional
 
+import mmengine
 from mmengine.dist import get_world_size
 from mmengine.hooks import Hook
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from mmengine.utils import digit_version
 
 from mmdevplug.data.resumable_loader import Reading, ResumableLoader
 from mmdevplug.utils.annotations import AnyRunner
@@ -47,16 +49,13 @@ class Resumption:
                 f'the checkpoint is in the middle of accumulative_counts={counts}, and gradients '
                 f'of {runner.iter % counts} iteration(s) were not saved'
             )
-        endless = getattr(loop, 'dataloader_iterator', None)
-        reading = getattr(endless, '_iterator', None)
+        self._endless = getattr(loop, 'dataloader_iterator', None)
         # Of what has no place and begins anew, MMEngine's loop drops the batches trained on.
-        if isinstance(loop, IterBasedTrainLoop) and (
-            isinstance(reading, Reading) and (loader is None or loader.has_place)
-        ):
-            constants = map(str, IterBasedTrainLoop.run.__code__.co_consts)
-            if hasattr(endless, 'skip_iter'):  # OneDL's
-                endless.skip_iter = lambda num_iters: None
-            elif any('Advance dataloader' in text for text in constants):  # not in 0.10.0
+        if isinstance(loop, IterBasedTrainLoop) and (loader is None or loader.has_place):
+            reading = getattr(self._endless, '_iterator', None)
+            if hasattr(self._endless, 'skip_iter'):  # OneDL's
+                self._endless.skip_iter = lambda num_iters: None
+            elif isinstance(reading, Reading) and _drops_batches(loop):
                 reading.placeholders = loop.iter
         if at is not None:
             loader.before_next = random.restore
@@ -89,6 +88,17 @@ class Resumption:
         while self._undo:
             self._undo.pop()()
 
+    def check_batches(self) -> None:
+        """Say that a loop over iterations has dropped batches that were not trained on."""
+        reading = getattr(self._endless, '_iterator', None)
+        if isinstance(reading, Reading) and reading.taken > 1:
+            loop = type(self.runner.train_loop).__name__
+            log_warning(
+                f'Resuming, but not exactly: {loop}.run() has dropped {reading.taken - 1} batches '
+                f'before its first iteration, as for a loader that begins anew, but ours goes on '
+                f'where it was. Remove that from {loop}, or let it call super().run().'
+            )
+
     def validate_if_due(self) -> None:
         """Validate if the checkpoint was saved before the validation that was due."""
         by_epoch = isinstance(self.runner.train_loop, EpochBasedTrainLoop)
@@ -102,6 +112,15 @@ class Resumption:
         self._random.restore()
         self.runner.val_loop.run()
         self._random.state_dict(renew=False)
+
+
+def _drops_batches(loop: IterBasedTrainLoop) -> bool:
+    """Whether a loop that goes on first takes the batches that were trained on, and drops them.
+
+    MMEngine's does since 0.10.3, where its ``run`` is called.
+    """
+    since = digit_version(mmengine.__version__) >= digit_version('0.10.3')
+    return since and getattr(loop, 'runs_as_mmengine', False)
 
 
 def repeat_validation(

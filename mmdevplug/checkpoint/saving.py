@@ -14,9 +14,10 @@ from mmengine.config import Config
 from mmengine.dist import is_main_process
 from mmengine.fileio import get_file_backend
 from mmengine.hooks import EMAHook
+from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
-from mmengine.runner import Runner
-from mmengine.runner.checkpoint import get_state_dict
+from mmengine.runner import EpochBasedTrainLoop, Runner
+from torch import nn
 
 from mmdevplug.accelerators import rank_device
 from mmdevplug.config.checkpoint import CheckpointOptions
@@ -27,9 +28,11 @@ from mmdevplug.fault_tolerance.failure import before_abort
 from mmdevplug.optim.adapt_config import join_consolidation
 from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 from mmdevplug.utils.loops import loader_of
+from mmdevplug.utils.model import unwrap_model
 
 from . import writing
 from .host_copy import copy_to_host
+from .job import note_saved
 
 #: How long an aborting process waits for a checkpoint that is being written, in seconds.
 ABORT_SECONDS = 5.0
@@ -96,6 +99,8 @@ class CheckpointSaver:
         def finish(save: Callable[[], None]) -> None:
             save()
             if names_it:
+                if not writing.is_local(path) and getattr(runner, 'job', None) is not None:
+                    note_saved(runner.work_dir, path)
                 writing.write_text(path, pointer)
             for old in outdated:
                 if old != path and backend.isfile(old):
@@ -144,8 +149,7 @@ def collect_checkpoint(
     saved = filter(hub['resumed_keys'].get, hub['resumed_keys'])
     checkpoint: Dict[str, Any] = {
         'meta': _meta(runner, dict(meta or {}), by_epoch),
-        # Children may be wrapped, too; their names are saved without `module.`.
-        'state_dict': get_state_dict(runner.model),
+        'state_dict': weights_of(runner.model),
         'message_hub': dict(hub, resumed_keys=dict.fromkeys(saved, True)),
     }
     optimizers = by_name(runner.optim_wrapper, runner.param_schedulers, None)
@@ -170,12 +174,27 @@ def collect_checkpoint(
     return checkpoint
 
 
+def weights_of(model: nn.Module) -> Dict[str, Any]:
+    """What ``state_dict()`` of a model returns, which may be its own method.
+
+    Children may be wrapped, too: their names are saved without ``module.``.
+    """
+    inner = unwrap_model(model)
+    state = inner.state_dict()
+    wrapped = [name for name, part in inner.named_modules() if name and is_model_wrapper(part)]
+    for name in sorted(wrapped, key=len, reverse=True):
+        before = f'{name}.module.'
+        for key in [each for each in state if each.startswith(before)]:
+            state[f'{name}.{key[len(before) :]}'] = state.pop(key)
+    return state
+
+
 def join_collecting(runner: AnyRunner, save_optimizer: bool, path: str) -> None:
     """Send what is sharded to rank 0, or write it, on ranks that save no checkpoint."""
     if save_optimizer:
         join_consolidation(runner.optim_wrapper)
     if getattr(runner, 'sharding', None) is not None:
-        checkpoint = dict(state_dict=get_state_dict(runner.model))
+        checkpoint = dict(state_dict=weights_of(runner.model))
         if save_optimizer:
             checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
         _collect_shards(runner, checkpoint, path)
@@ -214,6 +233,8 @@ def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, 
         experiment_name=runner.experiment_name,
         time=time.strftime('%Y%m%d_%H%M%S', time.localtime()),
         mmengine_version=mmengine.__version__,
+        job=getattr(getattr(runner, 'job', None), 'name', None),
+        counts_epochs=isinstance(runner.train_loop, EpochBasedTrainLoop),
     )
     dataset = getattr(loader_of(runner.train_loop), 'dataset', None)
     if hasattr(dataset, 'metainfo'):

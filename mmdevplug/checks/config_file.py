@@ -147,10 +147,11 @@ def check_checkpoint(path: str, origin: str) -> None:
         return
     if not Path(path).expanduser().is_file():
         found = 'is a directory' if Path(path).expanduser().is_dir() else 'can not be found'
+        newest = '; --resume without one takes the newest of the work directory'
+        newest = newest if origin == '--resume' else ''
         raise CheckpointError(
             f'{origin} {path!r} {found}: expected the path of a checkpoint, or an '
-            f'address such as https://... Correct the path; --resume without one takes the newest '
-            f'of the work directory.'
+            f'address such as https://... Correct the path{newest}.'
         )
 
 

@@ -22,6 +22,8 @@ class Reading:
         self._loader, self.ended = loader, False
         #: How many batches a loop takes and drops, as it does not know that it goes on.
         self.placeholders = 0
+        #: How many batches it has given.
+        self.taken = 0
         self.begin()
 
     def begin(self) -> None:
@@ -51,6 +53,7 @@ class Reading:
             self.ended = True
             raise
         self.yielded += 1
+        self.taken += 1
         return batch
 
     def __len__(self) -> int:

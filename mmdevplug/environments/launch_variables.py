@@ -2,7 +2,8 @@
 
 import os
 from importlib import import_module
-from typing import Any, Mapping, Optional
+from pathlib import Path
+from typing import Any, List, Mapping, Optional
 
 from mmdevplug.errors import LaunchError
 
@@ -164,3 +165,22 @@ def restarts(launcher: str, environ: Optional[Mapping[str, str]] = None) -> int:
     if 'SLURM_RESTART_COUNT' not in (os.environ if environ is None else environ):
         return count
     return count + environment_of('slurm')(environ).number('SLURM_RESTART_COUNT')
+
+
+def names_of_launch(launcher: str, environ: Optional[Mapping[str, str]] = None) -> List[str]:
+    """Names of this launch that a restart of it has, too; none without a launcher that restarts.
+
+    A name may also be that of an earlier launch, such as an ``--rdzv_id`` that a script has fixed.
+    """
+    env = os.environ if environ is None else environ
+    if launcher not in ('pytorch', 'slurm'):
+        return []
+    names = [f'slurm {env["SLURM_JOB_ID"]}'] if env.get('SLURM_JOB_ID') else []
+    if launcher == 'pytorch':
+        run_id = env.get('TORCHELASTIC_RUN_ID', 'none')
+        names += [] if run_id == 'none' else [f'torchrun {run_id}']
+        # .../RUN_ID_RANDOM/attempt_0/0/error.json, whose folder each torchrun makes for itself.
+        note = Path(env.get('TORCHELASTIC_ERROR_FILE', ''))
+        if len(note.parents) > 2 and note.parents[1].name.startswith('attempt_'):
+            names.append(f'torchrun {note.parents[2].name}')
+    return names

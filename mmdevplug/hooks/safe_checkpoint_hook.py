@@ -1,5 +1,7 @@
 """Save checkpoints that survive a kill or a full disk and resume exactly."""
 
+from contextlib import suppress
+from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Set
@@ -13,7 +15,8 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.checkpoint import participants, writing
 from mmdevplug.checkpoint.plain_state import PlainState
-from mmdevplug.checkpoint.reading import is_finished
+from mmdevplug.checkpoint.reading import is_finished, read_pointer
+from mmdevplug.checkpoint.run_state import RunState
 from mmdevplug.checkpoint.saving import CheckpointSaver
 from mmdevplug.config.checkpoint import CheckpointOptions
 from mmdevplug.config.fields import refuse_unknown
@@ -51,36 +54,45 @@ class SafeCheckpointHook(CheckpointHook):
         ...     checkpoint=dict(type='SafeCheckpointHook', interval=1, async_save=True))
     """
 
+    lost = 'a resumed run is not exact, and a signal saves no checkpoint'
+    #: What is lost where a subclass has a method of its own that does not call ``super()``.
+    promises = dict(
+        before_run='the position in the data is not saved',
+        after_load_checkpoint='a resumed run is not exact',
+        before_train='a resumed run does not go on where it was',
+        before_train_epoch='hooks count an interrupted epoch twice',
+        before_train_iter='ranks may add up gradients in another order after resuming',
+        after_train_iter='checkpoints do not hold what exact resuming needs',
+        after_train_epoch='no checkpoint is saved at the end of an epoch',
+        after_val_epoch='a validation may be repeated after resuming',
+        after_train='checkpoints in the background are not waited for',
+        before_save_checkpoint='checkpoints do not hold what exact resuming needs',
+        _save_checkpoint_with_step='checkpoints do not hold what exact resuming needs',
+        _save_best_checkpoint='the newest checkpoint does not know the best score',
+    )
+
     def __init__(self, *args: object, **options: object) -> None:
         ours = CheckpointOptions.read(options)
         super().__init__(*args, **{name: options[name] for name in options if name not in ours})
         self._saver = CheckpointSaver(CheckpointOptions(**ours), self.backend_args)
-        #: Whether the validation that follows was done; None before anything was trained.
-        self._validated: Optional[bool] = None
-        #: Whether a checkpoint was saved since the last iteration.
-        self._saved_here = False
+        #: What all checkpoint hooks of a runner share.
+        self._run = RunState(self)
+        #: The states of all ranks, while a checkpoint is saved.
         self._exact: Optional[Dict] = None
-        #: The number of ranks of the checkpoint that is resumed.
-        self._ranks = 0
-        self._resumption: Any = None
-        self._participants, self._random = participants.Participants(), participants.RandomStates()
-        self._plain: Optional[PlainState] = None
-        #: Of the validation that has just ended, while ``after_val_epoch`` of hooks is called.
-        self._metrics: Optional[Dict[str, Any]] = None
         self._warned: Set[str] = set()
 
     def state_dict(self) -> Dict[str, Any]:
         """What is known of the validation that follows."""
-        return dict(validated=self._validated, metrics=self._metrics)
+        return dict(validated=self._run.validated, metrics=self._run.metrics)
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self._validated, self._metrics = state['validated'], state['metrics']
+        self._run.validated, self._run.metrics = state['validated'], state['metrics']
 
     def before_run(self, runner: AnyRunner) -> None:
         """Find loaders; refuse options that neither this hook nor ``save_checkpoint`` takes."""
-        self._participants = getattr(runner, 'participants', self._participants)
-        self._participants.add_loops(runner)
+        self._run = RunState.of(runner, self)
+        self._run.participants.add_loops(runner)
         if self.args:
             taken = signature(runner.save_checkpoint).parameters
             known = [*CheckpointOptions.names(), *signature(CheckpointHook).parameters, *taken]
@@ -90,19 +102,22 @@ class SafeCheckpointHook(CheckpointHook):
     def after_load_checkpoint(self, runner: AnyRunner, checkpoint: dict) -> None:
         """Keep the states for exact resuming."""
         resumed = getattr(runner, '_resuming', None) or getattr(runner, '_resume', False)
-        if participants.KEY in checkpoint and resumed:
+        if participants.KEY in checkpoint and resumed and self._run.first is self:
             found = checkpoint[participants.KEY]
-            self._participants.load_state_dict(
+            self._run.participants.load_state_dict(
                 participants.states_of_this_rank(found, str(resumed))
             )
-            self._ranks = len(found['ranks'])
+            self._run.ranks = len(found['ranks'])
 
     def before_train(self, runner: AnyRunner) -> None:
         """Prepare the folder, if it can be written to, and restore an interrupted run."""
         super().before_train(runner)
-        ended = run_on_main('preparing the folder of checkpoints', lambda: self._prepare(runner))
         done, last = progress_of(runner.train_loop) or (0, 1)
         complete = runner.iter > 0 and done >= last
+        prepare = partial(self._prepare, runner, complete)
+        ended = run_on_main('preparing the folder of checkpoints', prepare)
+        if self._run.first is not self:
+            return
         finished = complete and ended
         if complete:
             begun = f'epoch {runner.epoch} and iteration {runner.iter}: nothing is left to train.'
@@ -110,76 +125,86 @@ class SafeCheckpointHook(CheckpointHook):
             said = 'This run was already finished, at' if finished else 'The checkpoint is of'
             log = runner.logger.info if finished else runner.logger.warning
             log(f'{said} {begun} Raise {limits} of train_cfg to train longer.')
-        if self._plain is None:
-            self._plain, self._buffers = PlainState(runner), participants.RankBuffers(runner)
-            participants.add_hooks(self._participants, runner)
+        run = self._run
+        if run.plain is None:
+            run.plain, run.buffers = PlainState(runner), participants.RankBuffers(runner)
+            participants.add_hooks(run.participants, runner)
             for name in ('random', 'buffers', 'plain'):
-                self._participants.add(name, getattr(self, f'_{name}'))
-        if self._ranks:
+                run.participants.add(name, getattr(run, name))
+        if run.ranks:
             self._resume(runner, finished)
 
     def _resume(self, runner: AnyRunner, finished: bool) -> None:
         from mmdevplug.checkpoint import resuming
 
-        self._participants.begin()
-        ranks, self._ranks = self._ranks, 0
-        self._resumption = resuming.Resumption(runner, ranks, self._buffers, self._random)
-        metrics, self._metrics = self._metrics, None
-        self._validated = finished or self._validated
+        run = self._run
+        run.participants.begin()
+        ranks, run.ranks = run.ranks, 0
+        run.resumption = resuming.Resumption(runner, ranks, run.buffers, run.random)
+        metrics, run.metrics = run.metrics, None
+        run.validated = finished or run.validated
         resuming.repeat_validation(runner, self, metrics)
-        if not self._validated:
-            self._saved_here = True
-            self._resumption.validate_if_due()
-        self._resumption.before_epoch(self._plain, self._participants)
+        if not run.validated:
+            run.saved_here = True
+            run.resumption.validate_if_due()
+        run.resumption.before_epoch(run.plain, run.participants)
 
-    def _prepare(self, runner: AnyRunner) -> bool:
+    def _prepare(self, runner: AnyRunner, complete: bool) -> bool:
         if writing.is_local(str(self.out_dir), self.backend_args):
             writing.make_folder(self.out_dir)
             left = writing.remove_unfinished(self.out_dir)
             if left:
                 runner.logger.info(f'Removed {left} unfinished checkpoint(s) from {self.out_dir}.')
-        return is_finished(runner.work_dir)
+        finished = is_finished(runner.work_dir)
+        if not complete:
+            with suppress(OSError):  # it is not there; if it stays, it names another checkpoint
+                (Path(runner.work_dir) / writing.FINISHED).unlink()
+        return finished
 
     def before_train_epoch(self, runner: AnyRunner) -> None:
         """Undo what hooks have done a second time in an epoch that was interrupted."""
-        if self._resumption is not None:
-            self._resumption.after_repeating()
+        if self._run.resumption is not None:
+            self._run.resumption.after_repeating()
 
     def before_train_iter(self, runner: AnyRunner, batch_idx: int, data_batch: Any = None) -> None:
         """Let DDP arrange its buckets as they were."""
-        if self._resumption is None:
+        run = self._run
+        if run.resumption is None:
             return
-        self._resumption = None
-        participants.warn_of_unused(self._participants.waiting)
-        if hasattr(runner.model, 'warm_up') and self._plain is not None:
-            self._random.state_dict(renew=False)
-            restore = self._plain.keep()
+        run.resumption.check_batches()
+        run.resumption = None
+        participants.warn_of_unused(run.participants.waiting)
+        if hasattr(runner.model, 'warm_up') and run.plain is not None:
+            run.random.state_dict(renew=False)
+            restore = run.plain.keep()
             runner.model.warm_up(data_batch, runner.optim_wrapper)
             restore()
-            self._random.restore()
+            run.random.restore()
 
     def after_train_iter(self, runner: AnyRunner, *args: Any, **kwargs: Any) -> None:
         """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
-        self._validated = self._saved_here = False
+        if self._run.first is self:
+            self._run.validated = self._run.saved_here = False
         super().after_train_iter(runner, *args, **kwargs)
 
     def after_train_epoch(self, runner: AnyRunner) -> None:
         """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
-        if not hasattr(runner.train_loop, 'dataloader_iterator'):
-            self._validated = False
+        if self._run.first is self and not hasattr(runner.train_loop, 'dataloader_iterator'):
+            self._run.validated = False
         super().after_train_epoch(runner)
 
     def after_val_epoch(self, runner: AnyRunner, metrics: Optional[Dict] = None) -> None:
         """Save the best checkpoint; see :class:`mmengine.hooks.CheckpointHook`."""
-        if self._validated is False:
-            self._validated = True
-            if self._saved_here:
-                self._random.restore(only_lazy=True)
-        self._metrics = {
+        run = self._run
+        if run.validated is False:
+            run.validated = True
+            if run.saved_here:
+                run.random.restore(only_lazy=True)
+        run.metrics = {
             name: value for name, value in (metrics or {}).items() if isinstance(value, _NUMBERS)
         }
         super().after_val_epoch(runner, metrics)
-        self._metrics = None
+        run.metrics = None
 
     def save_now(self, runner: AnyRunner) -> str:
         """Save at the end of any iteration, and return the path; failing is always an error.
@@ -221,7 +246,9 @@ class SafeCheckpointHook(CheckpointHook):
         self._save(runner, path, outdated, meta)
 
     def _save_best_checkpoint(self, runner: AnyRunner, metrics: dict) -> None:
-        if not self.save_best or self._plain is None:  # which validates alone, without training
+        if (
+            not self.save_best or self._run.plain is None
+        ):  # which validates alone, without training
             return
         step = runner.epoch if self.by_epoch else runner.iter
         meta = dict(epoch=runner.epoch, iter=runner.iter)
@@ -275,12 +302,13 @@ class SafeCheckpointHook(CheckpointHook):
         """Wait for the background, and publish."""
         self._saver.finish()
         super().after_train(runner)
-        ended = self._validated or not validation_follows(runner)
+        ended = self._run.validated or not validation_follows(runner)
         done, last = progress_of(runner.train_loop) or (0, 1)
         if not (is_main_process() and done >= last and ended):
             return
         try:
-            writing.write_text('', Path(runner.work_dir) / writing.FINISHED)
+            ended_with = read_pointer(runner.work_dir) or ''
+            writing.write_text(ended_with, Path(runner.work_dir) / writing.FINISHED)
         except CheckpointError as error:
             runner.logger.warning(f'{error} Resuming this run will validate once more.')
 
@@ -293,11 +321,14 @@ class SafeCheckpointHook(CheckpointHook):
             by_epoch=self.by_epoch,
             **self.args,
         )
-        self._exact = None
-        if options['save_optimizer'] and self._validated is not None:
-            self._exact = participants.gather_states(self._participants)
-            self._saved_here = True
-        self._saver.save(runner, path, outdated, meta=dict(meta), **options)
+        run = self._run
+        if options['save_optimizer'] and run.validated is not None:
+            self._exact = participants.gather_states(run.participants)
+            run.saved_here = True
+        try:
+            self._saver.save(runner, path, outdated, meta=dict(meta), **options)
+        finally:
+            self._exact = None  # each checkpoint hook is asked when another one saves
 
     def _publish_model(self, runner: AnyRunner, ckpt_path: Optional[str]) -> None:
         if ckpt_path:

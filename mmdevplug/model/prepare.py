@@ -75,9 +75,9 @@ def place_model(
     if kind is not None and not issubclass(kind, DistributedDataParallel):
         move_module(model, device)  # as MMEngine's runner does
         log_warning(
-            f'model_wrapper_cfg.type={kind.__name__!r} is no DistributedDataParallel, so it averages '
-            f'gradients by itself: NaN of one rank is not found, and ranks are not compared. '
-            f'Inherit MMDistributedDataParallel to have that.'
+            f'model_wrapper_cfg.type={kind.__name__!r} is no DistributedDataParallel, so it '
+            f'averages gradients itself: NaN of one rank is not found, and ranks are not '
+            f'compared. Inherit MMDistributedDataParallel to have that.'
         )
     return _build_wrapper(cfg, model)
 

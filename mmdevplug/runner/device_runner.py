@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.fitting import adapt_to_hooks, explaining_other_run, load_model
 from mmdevplug.checkpoint.host_copy import copy_to_host
+from mmdevplug.checkpoint.job import Job, begin_job
 from mmdevplug.checkpoint.participants import Participants
 from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
 from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
@@ -89,6 +90,8 @@ class DeviceRunner(Runner):
     )
     #: The checkpoint that is being loaded to resume from.
     _resuming: Optional[str] = None
+    #: The training job, while and after it trains.
+    job: Optional[Job] = None
 
     def __init__(
         self,
@@ -418,6 +421,7 @@ class DeviceRunner(Runner):
         """Train; an error of one rank ends all ranks, and their messages name it."""
         with explained(self, 'train'):
             enter_phase('data preparation')
+            self.job = begin_job(self)
             model = super().train()
             wait_for_everyone('end of training')
         enter_phase('after training')

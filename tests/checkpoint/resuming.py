@@ -134,7 +134,7 @@ def final_state(work_dir):
     """The last checkpoint, without what differs between any two runs."""
     path = Path((Path(work_dir) / 'last_checkpoint').read_text())
     state = read_checkpoint(str(path))
-    for name in ('time', 'experiment_name', 'cfg', 'mmengine_version'):
+    for name in ('time', 'experiment_name', 'cfg', 'mmengine_version', 'job'):
         state['meta'].pop(name)
     exact = state['mmdevplug']
     exact['ranks'] = [unpack(packed, str(path)) for packed in exact['ranks']]

@@ -18,6 +18,7 @@ from mmengine.logging import HistoryBuffer
 from mmdevplug.accelerators import get_accelerator
 from mmdevplug.checkpoint import reading, writing
 from mmdevplug.checkpoint.host_copy import copy_to_host
+from mmdevplug.checkpoint.job import Job, origin_of
 from mmdevplug.checkpoint.reading import (
     check_file,
     find_good_checkpoint,
@@ -27,13 +28,11 @@ from mmdevplug.checkpoint.reading import (
 from mmdevplug.checkpoint.saving import BackgroundWriter
 from mmdevplug.checkpoint.writing import (
     POINTER,
-    STARTED,
     UNFINISHED,
     remove_unfinished,
     write_checkpoint,
     write_text,
 )
-from mmdevplug.environments.base import LaunchEnv
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.utils import atomic_files
 from tests.jobs import PATHS, torch_before
@@ -42,9 +41,10 @@ from tests.jobs import PATHS, torch_before
 LEAN_ENV = dict(os.environ, PYTHONPATH=PATHS)
 
 
-def save(path, number=0, age=0):
+def save(path, number=0, age=0, meta=None):
     """A checkpoint, ``age`` seconds old."""
-    write_checkpoint(dict(meta=dict(iter=number), state_dict=dict(w=torch.rand(400))), str(path))
+    meta = dict(iter=number) if meta is None else meta
+    write_checkpoint(dict(meta=meta, state_dict=dict(w=torch.rand(400))), str(path))
     then = time.time() - age
     os.utime(path, (then, then))
     return str(path)
@@ -254,14 +254,45 @@ def test_nothing_saved_yet(tmp_path):
     assert find_good_checkpoint(tmp_path) is None
 
 
-def test_only_what_this_run_has_saved(tmp_path):
+def test_only_what_a_job_has_saved_whatever_times_of_files_say(tmp_path):
     paths = three(tmp_path)
-    assert find_good_checkpoint(tmp_path, only_this_run=True) is None
-    write_text('', tmp_path / STARTED)
-    assert find_good_checkpoint(tmp_path, only_this_run=True) is None
-    new = save(tmp_path / 'iter_4.pth', 4, age=-5)
-    assert find_good_checkpoint(tmp_path, only_this_run=True) == new
+    assert find_good_checkpoint(tmp_path, 'mine') is None
+    mine = [
+        of_job(tmp_path, 'mine', number, age) for number, age in ((4, 300), (5, 200), (6, 400))
+    ]
+    of_job(tmp_path, 'other', 7, 0)
+    assert find_good_checkpoint(tmp_path, 'mine') == mine[2]
+    os.truncate(mine[2], 1000)
+    assert find_good_checkpoint(tmp_path, 'mine') == mine[1]
     assert find_good_checkpoint(tmp_path) == paths[2]
+    # The pointer was not written after the last of them.
+    write_text(mine[0], tmp_path / POINTER)
+    assert find_good_checkpoint(tmp_path) == mine[1]
+
+
+def of_job(folder, job, number, age):
+    meta = dict(job=job, iter=number, cfg='x')
+    return save(folder / f'iter_{number}.pth', number, age=age, meta=meta)
+
+
+class Opens:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), 'w')
+
+
+def test_whose_a_checkpoint_is_is_read_without_running_code(tmp_path):
+    ran = tmp_path / 'ran'
+    path = save(tmp_path / 'a.pth', 1, meta=dict(job='mine', iter=3, other=Opens(ran)))
+    assert origin_of(path) == ('mine', 3)
+    assert not ran.exists()
+    for index, meta in enumerate([dict(job=Opens(ran), iter=3), dict(iter='3'), [1], Opens(ran)]):
+        assert origin_of(save(tmp_path / f'{index}.pth', 1, meta=meta)) == (None, -1)
+    (tmp_path / 'b.pth').write_text('')
+    assert origin_of(tmp_path / 'b.pth') == (None, -1)
+    assert not ran.exists()
 
 
 # reading ----------------------------------------------------------------------------------------
@@ -425,8 +456,10 @@ def test_a_new_run_in_a_used_folder_says_what_is_there(tmp_path, monkeypatch):
     messages = []
     monkeypatch.setattr(reading, 'log_warning', messages.append)
     monkeypatch.delenv('TORCHELASTIC_RESTART_COUNT', raising=False)
-    assert reading._find(str(tmp_path), None, False, LaunchEnv()) is None
+    assert reading._find(str(tmp_path), None, False, Job('a', 0)) is None
     assert not messages
     (tmp_path / 'epoch_3.pth').write_bytes(b'')
-    assert reading._find(str(tmp_path), None, False, LaunchEnv()) is None
+    assert reading._find(str(tmp_path), None, False, None) is None
+    assert not messages  # which does not train
+    assert reading._find(str(tmp_path), None, False, Job('a', 0)) is None
     assert 'holds 1 checkpoint(s) of an earlier run, epoch_3.pth the newest' in messages[0]

@@ -10,10 +10,10 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
+from mmdevplug import registry
 from mmdevplug.checkpoint import writing
 from mmdevplug.checkpoint.reading import check_file, read_checkpoint
 from mmdevplug.errors import CheckpointError
-from mmdevplug.hooks import default_hooks
 from mmdevplug.hooks.safe_checkpoint_hook import SafeCheckpointHook
 from tests.checkpoint.training import build, config, train
 from tests.jobs import largest_difference, torch_before
@@ -39,7 +39,7 @@ OPTIONS = [
 def both(work_dir, options):
     """The files and what the message hub knows, with MMEngine's hook and with ours."""
     os.environ['TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'] = '1'  # MMEngine's way to publish needs it
-    default_hooks.REPLACED_BY.pop('CheckpointHook')
+    registry.REPLACED.pop('mmengine.hooks.checkpoint_hook.CheckpointHook')
     found = []
     for kind in ('CheckpointHook', 'SafeCheckpointHook'):
         folder = work_dir / kind
@@ -161,13 +161,13 @@ def test_no_room_ends_all_ranks_and_keeps_what_there_was(tmp_path, async_save):
 
 @pytest.mark.parametrize('name', ['on_error', 'timeout'])
 def test_options_that_are_gone_are_refused(name):
-    runner = SimpleNamespace(save_checkpoint=Runner.save_checkpoint)
+    runner = SimpleNamespace(save_checkpoint=Runner.save_checkpoint, hooks=[])
     with pytest.raises(CheckpointError, match=f"default_hooks.checkpoint has no option '{name}'"):
         SafeCheckpointHook(**{name: 'stop'}).before_run(runner)
 
 
 def test_an_unknown_option_is_refused_with_the_nearest():
-    runner = SimpleNamespace(save_checkpoint=Runner.save_checkpoint)
+    runner = SimpleNamespace(save_checkpoint=Runner.save_checkpoint, hooks=[])
     with pytest.raises(CheckpointError, match="'async_saves'; did you mean 'async_save'\\?"):
         SafeCheckpointHook(async_saves=True).before_run(runner)
     with pytest.raises(CheckpointError, match="'max_keep_ckpt'; did you mean 'max_keep_ckpts'\\?"):
@@ -187,7 +187,7 @@ class OwnSave:
     """A runner with its own way to save."""
 
     def __init__(self, work_dir):
-        self.work_dir, self.given = str(work_dir), []
+        self.work_dir, self.given, self.hooks = str(work_dir), [], []
 
     def save_checkpoint(self, out_dir, filename, shards=1, **options):
         self.given.append(shards)
