@@ -16,7 +16,15 @@ from weakref import ref
 
 import numpy as np
 import torch
-from mmengine.hooks import CheckpointHook, Hook
+from mmengine.hooks import (
+    CheckpointHook,
+    EMAHook,
+    Hook,
+    IterTimerHook,
+    LoggerHook,
+    ProfilerHook,
+    RuntimeInfoHook,
+)
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
@@ -49,6 +57,16 @@ _NO_STATE = (
 _OF_MODULES = {*vars(nn.Module()), '_raw_positive_infos'}
 #: Of mmdet's hooks that replace the pipeline of the training data, once: they do it again.
 _OF_HOOKS = {'_has_switched', '_restart_dataloader'}
+#: What MMEngine's hooks change while training, and set again when a run begins: it is theirs in a
+#: subclass, too.
+_OF_MMENGINES_HOOKS: Dict[type, Tuple[str, ...]] = {
+    CheckpointHook: ('best_ckpt_path', 'best_ckpt_path_dict', 'keep_ckpt_ids', 'last_ckpt'),
+    EMAHook: ('ema_model', 'src_model'),
+    IterTimerHook: ('start_iter', 't', 'time_sec_test_val', 'time_sec_tot'),
+    LoggerHook: ('json_log_path', 'out_dir'),
+    ProfilerHook: ('profiler', '_closed'),
+    RuntimeInfoHook: ('last_loop_stage',),
+}
 #: Marks of what is not there, or not yet filled.
 _UNSET = (None, (type(None), None), (bool, False))
 #: In place of an attribute: which parameters of a module a hook has unfrozen or frozen.
@@ -179,11 +197,9 @@ def _attributes(value: object) -> Dict[str, Any]:
             found[name] = value._buffers[name]
     elif isinstance(value, Hook):
         left_out = set(_OF_HOOKS)
-        # What the methods of MMEngine's own hooks name is theirs.
-        for kind in type(value).__mro__:
-            if kind is not Hook and kind.__module__.split('.')[0] in ('mmengine', 'mmdevplug'):
-                for method in vars(kind).values():
-                    left_out.update(getattr(getattr(method, '__code__', None), 'co_names', ()))
+        for kind, names in _OF_MMENGINES_HOOKS.items():
+            if isinstance(value, kind):
+                left_out.update(names)
     for name in left_out & found.keys():
         del found[name]
     return found

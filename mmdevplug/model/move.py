@@ -1,11 +1,9 @@
 """Move modules to a device, and keep shared tensors shared."""
 
-import gc
+import operator
 import sys
-import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
-from types import CellType
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -14,8 +12,11 @@ from torch.nn.parameter import is_lazy
 
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.errors import ModelError, PlacementError
+from mmdevplug.utils.torch_compat import SWAPS_TENSORS
 
 Slot = Tuple[Dict[str, Optional[Tensor]], str]
+#: Where a tensor keeps its hooks.
+_HOOKS = ('_backward_hooks', '_post_accumulate_grad_hooks')
 
 
 def check_materialized(module: nn.Module, lazy_allowed: bool = False) -> None:
@@ -133,10 +134,12 @@ def place_by_plan(model: nn.Module, plan: Any) -> None:
 
 @contextmanager
 def keep_parameters(model: nn.Module) -> Iterator[None]:
-    """Keep the parameters that are replaced meanwhile, with the values and devices of the new.
+    """Keep parameter objects while ``to()`` replaces them: each gets the new data and device.
 
-    Gradients, hooks and attributes move along, and shared parameters stay shared. Where this
-    PyTorch cannot keep a parameter, what refers to it refers to the new one.
+    Gradients, hooks and attributes move along, and shared parameters stay shared, so optimizers,
+    lists and hooks that hold parameters stay valid. PyTorch before 2.3 cannot keep parameters of
+    devices whose tensors are of another kind. Then attributes of the model's modules, and hooks
+    of its parameters, refer to the new ones, and nothing else does.
     """
     slots = [(p, n) for p, n in _slots(model) if isinstance(p[n], nn.Parameter)]
     held = [place[name] for place, name in slots]
@@ -147,12 +150,11 @@ def keep_parameters(model: nn.Module) -> Iterator[None]:
         if id(old) not in kept:
             kept[id(old)] = old if new is old or _take_over(old, new) else new
         place[name] = kept[id(old)]
-    lost = [old for old in held if kept[id(old)] is not old]
-    _redirect(lost, [kept[id(old)] for old in lost])
+    _refer_to(model, {id(old): kept[id(old)] for old in held if kept[id(old)] is not old})
 
 
 def _take_over(old: Tensor, new: Tensor) -> bool:
-    """Make a parameter what its moved copy is; False where this PyTorch cannot."""
+    """Give a parameter the data, the device and the gradient of its copy; False if impossible."""
     gradient, old.grad = old.grad, None
     if gradient is not None:
         new.grad = gradient.to(new.device)
@@ -160,56 +162,59 @@ def _take_over(old: Tensor, new: Tensor) -> bool:
         old.data, old.grad = new.data, new.grad
         return True
     _carry_over(old, new)
-    try:
-        if weakref.getweakrefs(old) and old._use_count() == 1:
-            # swap_tensors refuses, although weak references then stay valid.
-            torch._C._swap_tensor_impl(old, new)
-        else:
-            torch.utils.swap_tensors(old, new)
-    except (AttributeError, RuntimeError):  # before PyTorch 2.3, or something holds its memory
-        return False
-    return True
+    if SWAPS_TENSORS:
+        torch._C._swap_tensor_impl(old, new)
+    return SWAPS_TENSORS
 
 
 def _carry_over(old: Tensor, new: Tensor) -> None:
-    """Give a copy of a tensor what hangs on the tensor besides its values."""
+    """Copy class, attributes, ``requires_grad`` and hooks of one tensor to another."""
     if type(new) is nn.Parameter and not is_lazy(old):
         new.__class__ = type(old)
     for name, value in vars(old).items():
         vars(new).setdefault(name, value)
     if new.requires_grad is not old.requires_grad:
         new.requires_grad_(old.requires_grad)
-    for name in ('_backward_hooks', '_post_accumulate_grad_hooks'):
+    for name in _HOOKS:
         hooks = getattr(old, name, None)
         if hooks is not None and hooks is not getattr(new, name):
-            setattr(new, name, hooks)  # autograd then calls those of this dictionary
+            setattr(new, name, hooks)  # autograd then calls the hooks of this dictionary
 
 
-def _redirect(old: Sequence[object], new: Sequence[object]) -> None:
-    """Let containers, objects and closures that refer to some objects refer to others."""
-    if not old:
+def _refer_to(model: nn.Module, new_of: Dict[int, Tensor]) -> None:
+    """Replace tensors in attributes of modules, and in what hooks of parameters refer to."""
+    if not new_of:
         return
-    new_of, tuples = {id(each): other for each, other in zip(old, new)}, []
-    for holder in gc.get_referrers(*old):
-        if type(holder) is tuple:
-            tuples.append(holder)
-        elif isinstance(holder, list):
-            if holder is not old:
-                holder[:] = [new_of.get(id(each), each) for each in holder]
-        elif isinstance(holder, set):
-            for each in [each for each in holder if id(each) in new_of]:
-                holder.remove(each)
-                holder.add(new_of[id(each)])
-        elif isinstance(holder, CellType):
-            holder.cell_contents = new_of[id(holder.cell_contents)]
-        else:
-            place = holder if isinstance(holder, dict) else getattr(holder, '__dict__', {})
-            for key, value in list(place.items()):
-                if id(key) in new_of:
-                    place[new_of[id(key)]] = place.pop(key)
-                elif id(value) in new_of:
-                    place[key] = new_of[id(value)]
-    _redirect(tuples, [tuple(new_of.get(id(each), each) for each in held) for held in tuples])
+    for part in model.modules():
+        for name, value in vars(part).items():
+            if name not in ('_parameters', '_buffers', '_modules'):
+                vars(part)[name] = _replaced(value, new_of)
+    for parameter in model.parameters():
+        for name in _HOOKS:
+            for hook in (getattr(parameter, name, None) or {}).values():
+                for cell in getattr(hook, '__closure__', None) or ():
+                    with suppress(ValueError):  # an empty cell
+                        cell.cell_contents = _replaced(cell.cell_contents, new_of)
+
+
+def _replaced(value: Any, new_of: Dict[int, Tensor], levels: int = 4) -> Any:
+    """Return a value with tensors replaced; lists, sets and dicts are changed in place."""
+    if isinstance(value, Tensor):
+        return new_of.get(id(value), value)
+    if type(value) not in (tuple, list, set, dict) or not levels:
+        return value
+    before = list(chain(*value.items()) if type(value) is dict else value)
+    after = [_replaced(each, new_of, levels - 1) for each in before]
+    if all(map(operator.is_, before, after)):
+        return value
+    if type(value) is tuple:
+        return tuple(after)
+    value.clear()
+    if type(value) is list:
+        value.extend(after)
+    else:
+        value.update(zip(after[::2], after[1::2]) if type(value) is dict else after)
+    return value
 
 
 def _slots(module: nn.Module) -> List[Slot]:
@@ -256,33 +261,48 @@ def weights_on_host(module: nn.Module, accelerator: Accelerator) -> Iterator[Non
     """Put the weights of a module on the host for a while, then copy them back to the device.
 
     For initialization: on a lazy device each ``normal_`` would be a small graph, and the random
-    numbers would differ from the CPU's. The parameters keep their identity, so optimizers that
-    hold them stay valid.
+    numbers would differ from the CPU's. The parameters keep their identity, so optimizers, lists
+    and hooks that hold them stay valid; see :func:`keep_parameters` for PyTorch before 2.3.
     """
     slots = _slots(module)
     held = [place[name] for place, name in slots]
-    on_device = [t for t in {id(t): t for t in held}.values() if t.device.type != 'cpu']
-    copies = accelerator.copies.to_host(on_device)
-    for index, tensor in enumerate(on_device):
+    here = [t for t in {id(t): t for t in held}.values() if t.device.type != 'cpu']
+    others = accelerator.copies.to_host(here)
+    for index, tensor in enumerate(here):
         if isinstance(tensor, nn.Parameter):
-            copies[index] = nn.Parameter(copies[index], tensor.requires_grad)
-        _carry_over(tensor, copies[index])
-    on_host = {id(tensor): copy for tensor, copy in zip(on_device, copies)}
+            others[index] = nn.Parameter(others[index], tensor.requires_grad)
+        _carry_over(tensor, others[index])
+    # What the module holds meanwhile: the tensors with data on the host, or copies of them.
+    shown = here if SWAPS_TENSORS else others
+    _swap(here, others)
+    by_id = dict(zip(map(id, here), shown))
     for (place, name), tensor in zip(slots, held):
-        place[name] = on_host.get(id(tensor), tensor)
-    counts = [sys.getrefcount(copy) for copy in copies]
+        place[name] = by_id.get(id(tensor), tensor)
     try:
         yield
-        kept = [sys.getrefcount(copy) > count for copy, count in zip(copies, counts)]
-        on_host = {id(tensor): place[name] for (place, name), tensor in zip(slots, held)}
+        found = {id(tensor): place[name] for (place, name), tensor in zip(slots, held)}
+    except BaseException:
+        _swap(here, others)
+        raise
     finally:
         for (place, name), tensor in zip(slots, held):
             place[name] = tensor
-    results = [on_host[id(tensor)] for tensor in on_device]
+    results = [found[id(tensor)] for tensor in here]
+    on_device = others if SWAPS_TENSORS else here
     with torch.no_grad():
         accelerator.copies.into_device(results, on_device)
     for tensor, result in zip(on_device, results):
         vars(tensor).update(vars(result))
         _carry_over(result, tensor)
-    of_others = [i for i, result in enumerate(results) if kept[i] or result is not copies[i]]
-    _redirect([results[i] for i in of_others], [on_device[i] for i in of_others])
+    _swap(here, others)
+    for tensor, other in zip(here, others):
+        vars(tensor).update(vars(other))
+        _carry_over(other, tensor)
+    _refer_to(module, {id(r): tensor for r, tensor in zip(results, here) if r is not tensor})
+
+
+def _swap(some: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Exchange data and devices of tensors, which stay the same objects, where PyTorch can."""
+    if SWAPS_TENSORS:
+        for one, other in zip(some, others):
+            torch._C._swap_tensor_impl(one, other)

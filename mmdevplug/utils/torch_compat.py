@@ -40,6 +40,8 @@ CHECKPOINTS_ANY_GENERATOR = is_at_least('2.1.0')
 NAMES_LAZY_TENSORS = is_at_least('2.0.0')
 #: Whether ``torch.load`` has an argument ``weights_only``.
 TAKES_WEIGHTS_ONLY = is_at_least('1.13.0')
+#: Whether two tensors can exchange their data and devices, since PyTorch 2.3.
+SWAPS_TENSORS = hasattr(torch._C, '_swap_tensor_impl')
 #: Whether ``weights_only`` takes classes under other names.
 ALLOWS_RENAMED_CLASSES = is_at_least('2.6.0')
 
