@@ -17,15 +17,10 @@ from mmengine.config.utils import MODULE2PACKAGE
 from mmdevplug.config.accelerator import AcceleratorOptions, to_dict
 from mmdevplug.config.base_config import base_config
 from mmdevplug.config.fields import did_you_mean
+from mmdevplug.config.prepare import READ_BESIDE
 from mmdevplug.errors import CheckpointError, DevPlugError, chain, first_line
 from mmdevplug.utils.patching import OWN, patch_symbol
 
-#: What MMEngine's runner and ours read of a config beside their arguments.
-_READ_BESIDE = (
-    *('accelerator', 'activation_checkpointing', 'checkpoint_classes', 'compile'),
-    *('custom_imports', 'efficient_conv_bn_eval', 'find_unused_parameters', 'model_parallel'),
-    *('model_wrapper_cfg', 'runner_type', 'sharding', 'sync_bn', 'tta_model', 'tta_pipeline'),
-)
 _MODULES = dict(zip(MODULE2PACKAGE.values(), MODULE2PACKAGE))
 
 
@@ -128,7 +123,7 @@ def overlay_accelerator(cfg: Config, name: str) -> None:
 def find_unread(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
     """Say which options no runner reads: MMEngine takes any, also misspelt ones."""
     runner = import_module('mmengine.runner').Runner  # which a start that trains needs in any case
-    read = {*inspect.signature(runner.__init__).parameters, *_READ_BESIDE}
+    read = {*inspect.signature(runner.__init__).parameters, *READ_BESIDE}
     for key in keys:
         name = key.partition('.')[0]
         if name in read:

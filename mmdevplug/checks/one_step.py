@@ -58,8 +58,10 @@ def train_one_step(cfg: Config, policy: str = 'error') -> Step:
     Raises:
         DevPlugError: If the training would be refused before its first step.
     """
-    for key in ('visualizer', 'resume', 'load_from'):  # which write elsewhere, or read
+    for key in ('resume', 'load_from'):
         cfg.pop(key, None)
+    if isinstance(cfg.get('visualizer'), dict):
+        cfg.visualizer.vis_backends = None  # which write elsewhere; hooks may ask for its class
     cfg.log_level = 'WARNING'
     with tempfile.TemporaryDirectory() as cfg.work_dir, redirect_stdout(sys.stderr):
         runner = RUNNERS.build(cfg)

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from typing import List, Optional
+from typing import Any, Iterator, List, Optional
 
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
@@ -54,13 +54,21 @@ def _use_tta(cfg: Config) -> None:
             f'--tta needs {" and ".join(missing)} in the config, which has none. Add them, as '
             f"MMEngine's test-time augmentation has it, or test without --tta."
         )
-    dataset = cfg.test_dataloader.dataset
-    while 'dataset' in dataset:  # one that wraps another
-        dataset = dataset.dataset
-    if 'batch_shapes_cfg' in dataset:
-        dataset.batch_shapes_cfg = None  # mmdet and mmyolo: views have different sizes
-    dataset.pipeline = cfg.tta_pipeline
+    for dataset in _innermost(cfg.test_dataloader.dataset):
+        if 'batch_shapes_cfg' in dataset:
+            dataset.batch_shapes_cfg = None  # mmdet and mmyolo: views have different sizes
+        dataset.pipeline = cfg.tta_pipeline
     cfg.model = dict(cfg.tta_model, module=cfg.model)
+
+
+def _innermost(dataset: Any) -> Iterator[Any]:
+    """The configs of the data sets that load samples, inside of others that wrap or join them."""
+    inside = dataset.get('datasets', dataset.get('dataset'))
+    if inside is None:
+        yield dataset
+        return
+    for each in inside if isinstance(inside, (list, tuple)) else [inside]:
+        yield from _innermost(each)
 
 
 def _dump_predictions(cfg: Config, path: str) -> None:

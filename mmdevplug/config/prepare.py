@@ -1,12 +1,23 @@
 """Complete a config for :class:`DeviceRunner`."""
 
 import copy
+from difflib import get_close_matches
 from typing import Dict, Union
 
 from mmengine.config import Config, ConfigDict
 
 from mmdevplug.errors import DevPlugError
 
+#: Keys of ours in a config, and keys of MMEngine's that decide how it trains.
+OURS = (
+    *('accelerator', 'checkpoint_classes', 'model_parallel', 'sharding'),
+    *('find_unused_parameters', 'model_wrapper_cfg', 'runner_type', 'sync_bn'),
+)
+#: What MMEngine's runner and ours read of a config beside their arguments.
+READ_BESIDE = (
+    *(*OURS, 'activation_checkpointing', 'compile', 'custom_imports'),
+    *('efficient_conv_bn_eval', 'tta_model', 'tta_pipeline'),
+)
 ConfigType = Union[Dict, Config, ConfigDict]
 
 
@@ -27,6 +38,17 @@ def prepare_config(cfg: ConfigType) -> ConfigType:
     if cfg.get('env_cfg') is None:
         cfg['env_cfg'] = {}
     return cfg
+
+
+def refuse_misspelt(cfg: ConfigType) -> None:
+    """Refuse a key that is nearly one of ours: nobody reads it, so another training would run."""
+    for key in cfg or ():
+        near = get_close_matches(str(key), OURS, n=1, cutoff=0.88)
+        if near and key not in READ_BESIDE:
+            raise DevPlugError(
+                f'the config has the key {key!r}, which nothing reads; did you mean {near[0]!r}? '
+                f'Correct it, or choose a name that is less like it.'
+            )
 
 
 def refuse_flexible_runner(cfg: ConfigType) -> None:

@@ -28,7 +28,7 @@ def build_nonempty(build: Callable[[], Any], config: object) -> Any:
     """Build a data loader; refuse an empty dataset, where MMEngine or a sampler would not say so.
 
     Raises:
-        SampleError: On the rank that has no samples.
+        SampleError: On the rank that has no samples, and for data sets that MMEngine cannot wrap.
     """
     try:
         loader = build()
@@ -42,6 +42,13 @@ def build_nonempty(build: Callable[[], Any], config: object) -> Any:
                     raise _no_samples(dataset, config) from error
                 break
         raise
+    except AttributeError as error:
+        if "'full_init'" not in str(error):
+            raise
+        raise SampleError(
+            f"MMEngine's wrappers of data sets, such as ConcatDataset, take those that inherit "
+            f'mmengine.dataset.BaseDataset: {error}. Inherit that class.'
+        ) from error
     dataset = getattr(loader, 'dataset', None)
     if length_of(dataset) == 0:
         raise _no_samples(dataset, config)

@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterator, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from mmdevplug.errors import DeviceMismatchError, DevPlugError, chain, first_line
+from mmdevplug.errors import DeviceMismatchError, DevPlugError, ModelError, chain, first_line
 from mmdevplug.utils.pytree import tensors_in
 
 from .mismatch import Operand
@@ -23,6 +23,10 @@ _MIXED = re.compile(
 )
 #: Errors that may say so, if tensors of the line are on several devices.
 _MAYBE = re.compile(r'device|\bcpu\b|\w+Tensor', re.IGNORECASE)
+#: Errors of a line that names CUDA where there is none.
+_CUDA = re.compile(
+    r'not compiled with CUDA|NVIDIA driver|No CUDA GPUs|torch\.cuda\.\w*Tensor not available'
+)
 #: A name with attributes and constant indices.
 _NAME = re.compile(r"(?<![\w.'\"])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*|\[(?:\d+|'\w+'|\"\w+\")\])*")
 _PART = re.compile(r"\.?([A-Za-z_]\w*)|\[(?:(\d+)|['\"](\w+)['\"])\]")
@@ -50,6 +54,28 @@ def explain_mixed_devices(
         if message is None:
             raise
         raise DeviceMismatchError(f'{stage}: {message}') from error
+
+
+@contextmanager
+def explain_cuda(device: torch.device) -> Iterator[None]:
+    """Name the line that asks for CUDA in a run on another device, in place of PyTorch's error.
+
+    Raises:
+        ModelError: In place of PyTorch's error.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = next((each for each in reversed(chain(error)) if _CUDA.search(str(each))), None)
+        calls = [] if cause is None else list(traceback.walk_tb(cause.__traceback__))
+        user = next((call for call in reversed(calls) if is_of_user(call[0])), None)
+        if isinstance(error, DevPlugError) or device.type == 'cuda' or user is None:
+            raise
+        raise ModelError(
+            f'{user[0].f_code.co_filename}:{user[1]} asks for CUDA, and this run computes on '
+            f'{device}. The line: `{_code(user)}`. Take the device of an input: x.to(y.device), '
+            f'y.new_zeros(...) or device=y.device. {type(cause).__name__}: {first_line(cause)}'
+        ) from error
 
 
 def _explain(error: Exception, model: nn.Module, devices: Sequence[torch.device]) -> Optional[str]:

@@ -194,6 +194,7 @@ def _refuse_shared_device(
 ) -> None:
     """Refuse a device that another rank of this host has, which a vendor's backend cannot serve.
 
+    Over a backend that averages on the host two ranks may share a device: a warning says so.
     Nccl says so in its first collective alone. Where ranks were started by ``one_agent``, equal
     indices are equal devices; a task of Slurm may see its own device as number 0.
     """
@@ -202,22 +203,31 @@ def _refuse_shared_device(
     identity = accelerator.hardware_id(device)
     if identity is None and one_agent:
         identity = str(accelerator.device_id(device))
-    if by_host or identity is None or accelerator.compilation.lazy:
+    if device.type == 'cpu' or identity is None or accelerator.compilation.lazy:
         return
     from mmdevplug.utils.host import host_name
 
     key = f'mmdevplug/devices/{host_name()}/{device.type}:{identity}'
     holder = int(store.compare_set(key, '', str(env.rank)))
-    if holder != env.rank:
+    if holder == env.rank:
+        return
+    seen = (
+        f'LOCAL_RANK={env.local_rank}, and this process sees {accelerator.device_count()} '
+        f'{accelerator.name} device(s) ({accelerator.describe_visibility()})'
+    )
+    if by_host:
+        log_warning(
+            f'ranks {holder} and {env.rank} of this host share {device}: {seen}. If that is not '
+            f'meant, start one process for each device.'
+        )
+    else:
         gloo = f"accelerator=dict(type={accelerator.name!r}, backend='gloo')"
         if accelerator.name == 'cuda':
             gloo = f"base_config('cuda_gloo') or {gloo}"
         raise LaunchError(
             f'ranks {holder} and {env.rank} of this host would both use {device}, which backend '
-            f'{backend!r} refuses: LOCAL_RANK={env.local_rank}, and this process sees '
-            f'{accelerator.device_count()} {accelerator.name} device(s) '
-            f'({accelerator.describe_visibility()}). Start one process for each device, or let '
-            f'them share it over gloo: {gloo}.'
+            f'{backend!r} refuses: {seen}. Start one process for each device, or let them share '
+            f'it over gloo: {gloo}.'
         )
 
 

@@ -1,9 +1,11 @@
 """Let a script build our runner, or ours under its own, whichever way it builds one."""
 
 import sys
-from typing import Any
+from functools import wraps
+from typing import Any, Callable
 
 from mmdevplug.config.prepare import refuse_flexible_runner
+from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.registry import ours_for
 from mmdevplug.utils.patching import OWN, active_patches, patch_symbol
 
@@ -30,6 +32,24 @@ def follow_runner_type() -> None:
         return flexible(cls, cfg)
 
     patch_symbol(module.FlexibleRunner, 'from_cfg', classmethod(build_flexible), OWN)
+    utils = sys.modules['mmengine.dist.utils']
+    for name in ('_init_dist_pytorch', '_init_dist_mpi', '_init_dist_slurm'):
+        patch_symbol(utils, name, _explaining(getattr(utils, name)), OWN)
+
+
+def _explaining(start: Callable[..., None]) -> Callable[..., None]:
+    @wraps(start)
+    def explaining(*args: object, **kwargs: object) -> None:
+        try:
+            start(*args, **kwargs)
+        except (AttributeError, RuntimeError, AssertionError) as error:
+            raise LaunchError(
+                f'init_dist() of MMEngine cannot start the process group here: '
+                f'{type(error).__name__}: {first_line(error)}. Leave that to the runner, which '
+                f'takes the accelerator of the config: delete the call of init_dist().'
+            ) from error
+
+    return explaining
 
 
 def asks_for_ours(cfg: Any) -> bool:

@@ -28,11 +28,12 @@ from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
 from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
 from mmdevplug.checkpoint.writing import write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.config.prepare import prepare_config
+from mmdevplug.config.prepare import prepare_config, refuse_misspelt
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import build_nonempty, check_batches, check_temporary_folder
 from mmdevplug.data.endless import take_for_endless
 from mmdevplug.data.worker_signals import keep_workers_from_signals
+from mmdevplug.device_guard.explain import explain_cuda
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.gradients.wrapper_arguments import refuse_frozen
@@ -102,6 +103,7 @@ class DeviceRunner(Runner):
         **kwargs: Any,
     ) -> None:
         cfg = kwargs.get('cfg') or {}
+        refuse_misspelt(cfg)
         accelerator = cfg.get('accelerator') if accelerator is None else accelerator
         model_parallel = cfg.get('model_parallel') if model_parallel is None else model_parallel
         sharding = cfg.get('sharding') if sharding is None else sharding
@@ -197,7 +199,7 @@ class DeviceRunner(Runner):
 
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
         """Build the model; with the option ``pad_to`` it pads batches to a few sizes."""
-        with fail_together('building the model'):
+        with fail_together('building the model'), explain_cuda(self.device_context.device):
             build = partial(super().build_model, model)
             if self.sharding is not None:
                 self.sharding = self.sharding.check(self)

@@ -8,6 +8,7 @@ from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import device_context
 from mmdevplug.data.checking import explain_no_batch
+from mmdevplug.device_guard.explain import explain_cuda
 from mmdevplug.errors import LaunchError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.utils.model import unwrap_model
@@ -22,7 +23,8 @@ def explained(runner: Any, stage: str) -> Iterator[None]:
             'destroy_process_group() and init_process_group() from the script; the runner starts '
             'the group, with the backend of accelerator.backend.'
         )
-    with fail_together(stage), explain_no_batch():
+    device = runner.device_context.device
+    with fail_together(stage), explain_no_batch(), explain_cuda(device):
         try:
             yield
         except (RuntimeError, TypeError, ValueError):

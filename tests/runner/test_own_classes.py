@@ -1,0 +1,495 @@
+"""Classes of a repository's own in the places of MMEngine's: ours are put under them."""
+
+import pytest
+import torch
+from mmengine.hooks import CheckpointHook, Hook, IterTimerHook, LoggerHook
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from mmengine.registry import (
+    HOOKS,
+    LOG_PROCESSORS,
+    LOOPS,
+    MODEL_WRAPPERS,
+    MODELS,
+    OPTIM_WRAPPERS,
+    RUNNERS,
+)
+from mmengine.runner import IterBasedTrainLoop, LogProcessor, Runner
+
+from mmdevplug import registry
+from mmdevplug.errors import DevPlugError, ModelError
+from mmdevplug.registry import class_of, ours_for
+from tests.checkpoint.training import NoisyModel, build, config
+from tests.columns import NATIVE, job_of, lazy
+from tests.jobs import largest_difference, load_file, weights_of
+from tests.ranks import RanksFailed, run_ranks
+
+# the table -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('registry_of', 'name', 'module'),
+    [
+        (HOOKS, 'CheckpointHook', 'mmengine.hooks'),
+        (HOOKS, 'EmptyCacheHook', 'mmengine.hooks'),
+        (HOOKS, 'IterTimerHook', 'mmengine.hooks'),
+        (HOOKS, 'ProfilerHook', 'mmengine.hooks'),
+        (LOG_PROCESSORS, 'LogProcessor', 'mmengine.runner'),
+        (LOOPS, 'IterBasedTrainLoop', 'mmengine.runner'),
+        (RUNNERS, 'Runner', 'mmengine.runner'),
+        (OPTIM_WRAPPERS, 'OptimWrapper', 'mmengine.optim'),
+        (OPTIM_WRAPPERS, 'AmpOptimWrapper', 'mmengine.optim'),
+        (MODEL_WRAPPERS, 'MMDistributedDataParallel', 'mmengine.model'),
+        (MODEL_WRAPPERS, 'MMSeparateDistributedDataParallel', 'mmengine.model'),
+        (MODEL_WRAPPERS, 'DistributedDataParallel', 'torch.nn.parallel'),
+    ],
+)
+def test_every_way_to_name_a_class_leads_to_ours(registry_of, name, module):
+    bare = class_of(registry_of, name)
+    assert class_of(registry_of, f'mmengine.{name}') is bare
+    assert class_of(registry_of, f'{module}.{name}') is bare
+    assert class_of(registry_of, bare) is bare
+    ours = ours_for(bare)
+    assert ours.__module__.startswith('mmdevplug.')
+    assert issubclass(ours, bare)
+    assert ours_for(ours) is ours
+    own = type('Own', (bare,), {})
+    made = ours_for(own)
+    assert made is ours_for(own)
+    assert made.__name__ == 'Own'
+    assert made.__mro__.index(own) < made.__mro__.index(ours) < made.__mro__.index(bare)
+
+
+def test_what_is_unknown_or_not_in_the_table_stays():
+    assert class_of(HOOKS, 'NoSuchHook') is None
+    assert class_of(HOOKS, None) is None
+    assert ours_for(LoggerHook) is LoggerHook
+    apex = class_of(OPTIM_WRAPPERS, 'ApexOptimWrapper')  # MMEngine's own, for CUDA alone
+    assert ours_for(apex) is apex
+
+
+class PassesBy(CheckpointHook):
+    def before_train(self, runner):
+        self.called = True
+
+    def before_run(self, runner):  # which MMEngine's hook does not have
+        self.ran = True
+
+
+def test_a_method_that_does_not_reach_ours_is_named_once(monkeypatch):
+    messages, ours = [], ours_for(CheckpointHook)
+    monkeypatch.setattr(registry, 'log_warning', messages.append)
+    monkeypatch.setattr(ours, 'before_run', lambda self, runner: runner.append('ours'))
+    hook, calls = ours_for(PassesBy)(), []
+    hook.before_train(None)
+    hook.before_train(None)
+    assert hook.called
+    assert len(messages) == 1
+    assert messages[0].startswith(
+        'PassesBy.before_train() does not call super().before_train(): a resumed run does not go '
+    )
+    hook.before_run(calls)
+    assert hook.ran
+    assert calls == ['ours']
+    assert len(messages) == 1
+
+
+class PastOurs(IterTimerHook):
+    def __init__(self):
+        Hook.__init__(self)
+
+
+def test_a_constructor_that_passes_ours_by_is_refused():
+    with pytest.raises(DevPlugError, match=r'PastOurs: .* Expected super\(\).__init__'):
+        type('Own', (ours_for(PastOurs),), {})()
+
+
+# runners -------------------------------------------------------------------------------------
+
+
+@RUNNERS.register_module(force=True)
+class OwnRunner(Runner):
+    def build_optim_wrapper(self, optim_wrapper):
+        self.mine = True
+        return super().build_optim_wrapper(optim_wrapper)
+
+
+def kinds_of_runners(work_dir):
+    from mmengine.config import Config
+
+    from mmdevplug import follow_runner_type
+
+    follow_runner_type()
+    options = dict(length=1, train_dataloader__batch_size=2)
+    cfg = Config(config(work_dir, **options))
+    built = {}
+    for name in ('OwnRunner', 'Runner'):
+        cfg.runner_type = name
+        built[name] = RUNNERS.build(cfg)
+    names = ('model', 'work_dir', 'train_dataloader', 'train_cfg', 'optim_wrapper')
+    given = {name: cfg[name] for name in names}
+    built['hand'] = OwnRunner(default_scope='mmengine', cfg=cfg, **given)
+    other = cfg.copy()
+    other.pop('accelerator')
+    other.runner_type = 'Runner'
+    built['stock'] = Runner(default_scope='mmengine', cfg=other, **given)
+    for name in ('OwnRunner', 'hand'):
+        built[name].train()
+    return {
+        name: (
+            type(each).__name__,
+            isinstance(each, mmdevplug.DeviceRunner),
+            hasattr(each, 'mine'),
+        )
+        for name, each in built.items()
+    }
+
+
+def test_a_runner_of_ones_own_and_one_built_by_hand(tmp_path):
+    (found,) = run_ranks(kinds_of_runners, 0, tmp_path)
+    assert found == dict(
+        OwnRunner=('OwnRunner', True, True),
+        Runner=('DeviceRunner', True, False),
+        hand=('OwnRunner', True, True),
+        stock=('Runner', False, False),
+    )
+
+
+def misspelt(work_dir, key):
+    build(work_dir, **{key: True})
+
+
+@pytest.mark.parametrize(
+    ('key', 'meant'),
+    [
+        ('acelerator', 'accelerator'),
+        ('shardng', 'sharding'),
+        ('find_unused_paramters', 'find_unused_parameters'),
+    ],
+)
+def test_a_key_that_is_nearly_ours_is_refused(tmp_path, key, meant):
+    with pytest.raises(RanksFailed, match=f"has the key '{key}'.*did you mean '{meant}'"):
+        run_ranks(misspelt, 0, tmp_path, key)
+
+
+# train_step ----------------------------------------------------------------------------------
+
+
+@MODELS.register_module(force=True)
+class TwoSteps(NoisyModel):
+    """Two updates for each batch, the second through a part of the model alone."""
+
+    def train_step(self, data, optim_wrapper):
+        for factor in (1.0, 0.1):
+            with optim_wrapper.optim_context(self):
+                losses = self._run_forward(self.data_preprocessor(data, True), mode='loss')
+            loss, log_vars = self.parse_losses(losses)
+            optim_wrapper.update_params(loss * factor)
+        return log_vars
+
+
+@MODELS.register_module(force=True)
+class StepsAlone(NoisyModel):
+    def train_step(self, data, optim_wrapper):
+        loss, log_vars = self.parse_losses(
+            self._run_forward(self.data_preprocessor(data, True), mode='loss')
+        )
+        loss.backward()
+        optim_wrapper.optimizer.step()
+        return log_vars
+
+
+@MODELS.register_module(force=True)
+class Diverges(TwoSteps):
+    def parse_losses(self, losses):
+        loss, log_vars = super().parse_losses(losses)
+        return loss * (float('nan') if torch.distributed.get_rank() == 1 else 1.0), log_vars
+
+
+def take_two_steps(accelerator, work_dir, model, **options):
+    runner = build(
+        work_dir, accelerator, model=dict(type=model), custom_hooks=[], length=2, **options
+    )
+    runner.train()
+    inner = getattr(runner.model, 'module', runner.model)
+    return runner.optim_wrapper._inner_count, runner.iter, weights_of(inner)
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, lazy('lazy')])
+def test_a_train_step_of_ones_own_is_called_on_ranks(tmp_path, accelerator):
+    found = run_ranks(take_two_steps, 2, accelerator, tmp_path, 'TwoSteps', **job_of(accelerator))
+    for updates, iterations, weights in found:
+        assert updates == 2 * iterations > 0
+        assert largest_difference(weights, found[0][-1]) == 0.0
+
+
+def average_by_hand():
+    """Two updates by the model's own step; and what averaged gradients of both ranks give."""
+    from mmdevplug import DeviceDistributedDataParallel, init_device
+
+    context = init_device('pytorch', 'cpu')
+    torch.manual_seed(0)
+    model, expected = (TwoSteps(dropout=0.0, norm=False) for _ in range(2))
+    expected.load_state_dict(model.state_dict())
+    wrapped = DeviceDistributedDataParallel(model)
+    optim_wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = [
+        dict(inputs=torch.full((2, 8), 1.0 + rank), targets=torch.full((2, 2), 0.5))
+        for rank in range(2)
+    ]
+    data = expected.data_preprocessor(batches[context.env.rank], True)
+    wrapped.train_step(data, optim_wrapper)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for factor in (1.0, 0.1):
+        optimizer.zero_grad()
+        for each in batches:
+            losses = expected._run_forward(each, mode='loss')
+            (expected.parse_losses(losses)[0] * factor / 2).backward()
+        optimizer.step()
+    return largest_difference(weights_of(model), weights_of(expected))
+
+
+def test_updates_of_a_train_step_of_ones_own_are_those_of_averages():
+    assert max(run_ranks(average_by_hand, 2)) <= 1e-7
+
+
+@pytest.mark.parametrize(
+    ('model', 'told'),
+    [
+        ('StepsAlone', r'StepsAlone.train_step calls step\(\) of an optimizer'),
+        ('Diverges', r'gradients are not finite:\n  rank 1: '),
+    ],
+)
+def test_what_a_train_step_of_ones_own_must_not_do(tmp_path, model, told):
+    with pytest.raises(RanksFailed, match=told) as raised:
+        run_ranks(take_two_steps, 2, 'cpu', tmp_path, model, together=True)
+    assert {kind for kind, *_ in raised.value.errors.values()} <= {'ModelError', 'RankFailedError'}
+    assert ModelError.__name__ in {kind for kind, *_ in raised.value.errors.values()}
+
+
+# optimizer wrappers, processors, hooks that are built ----------------------------------------
+
+
+@OPTIM_WRAPPERS.register_module(force=True)
+class OwnAmp(AmpOptimWrapper):
+    updates = 0
+
+    def update_params(self, *args, **kwargs):
+        super().update_params(*args, **kwargs)
+        self.updates += 1
+
+
+@LOG_PROCESSORS.register_module(force=True)
+class OwnProcessor(LogProcessor):
+    pass
+
+
+@HOOKS.register_module(force=True)
+class OwnTimer(IterTimerHook):
+    pass
+
+
+def train_with_own(accelerator, work_dir):
+    runner = build(
+        work_dir,
+        accelerator,
+        length=1,
+        optim_wrapper=dict(type='OwnAmp', dtype='bfloat16', optimizer=dict(type='SGD', lr=0.01)),
+        log_processor=dict(type='OwnProcessor', average_losses=True),
+        default_hooks=dict(timer=dict(type='OwnTimer')),
+    )
+    runner.train()
+    runner.register_hook(CheckpointHook(interval=1))
+    timer = next(hook for hook in runner.hooks if isinstance(hook, OwnTimer))
+    bases = [
+        kind.__name__ for each in (runner.log_processor, timer) for kind in type(each).__mro__
+    ]
+    (log,) = work_dir.glob('*/*.log')
+    return runner.optim_wrapper.updates == runner.iter, bases, log.read_text()
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_own_optimizer_wrapper_log_processor_and_timer(tmp_path, accelerator):
+    ((counted, bases, log),) = run_ranks(train_with_own, 0, accelerator, tmp_path)
+    assert counted
+    assert {'DeviceLogProcessor', 'DeviceIterTimerHook'} <= set(bases)
+    assert 'The hook CheckpointHook was built before it was registered' in log
+
+
+# weights -------------------------------------------------------------------------------------
+
+
+@MODELS.register_module(force=True)
+class Adapted(NoisyModel):
+    """Saves some of its weights, something else, and a buffer that a hook brings up to date."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.register_buffer('late', torch.zeros(1))
+        if hasattr(self, 'register_state_dict_pre_hook'):
+            self.register_state_dict_pre_hook(lambda model, *_: model.late.fill_(7.0))
+
+    def state_dict(self, *args, **kwargs):
+        whole = super().state_dict(*args, **kwargs)
+        whole.pop('net.0.weight')
+        whole['bank'] = torch.ones(3)
+        return whole
+
+
+def save_adapted(work_dir):
+    runner = build(work_dir, model=dict(type='Adapted'), length=1, custom_hooks=[])
+    runner.train()
+    model = getattr(runner.model, 'module', runner.model)
+    saved = load_file(work_dir / 'epoch_1.pth')['state_dict']
+    return sorted(saved), sorted(model.state_dict()), float(saved['late'])
+
+
+@pytest.mark.parametrize('ranks', [0, 2])
+def test_a_checkpoint_has_what_state_dict_returns(tmp_path, ranks):
+    saved, of_model, late = run_ranks(save_adapted, ranks, tmp_path)[0]
+    assert saved == of_model
+    assert 'net.0.weight' not in saved
+    assert 'bank' in saved
+    assert late == (7.0 if hasattr(torch.nn.Module, 'register_state_dict_pre_hook') else 0.0)
+
+
+# loops ---------------------------------------------------------------------------------------
+
+
+@LOOPS.register_module(force=True)
+class OwnRun(IterBasedTrainLoop):
+    """A ``run`` without the part that drops batches, or with one of its own."""
+
+    def __init__(self, *args, drops=False, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.drops = drops
+
+    def run(self):
+        self.runner.call_hook('before_train')
+        self.runner.call_hook('before_train_epoch')
+        for _ in range(self._iter if self.drops else 0):
+            next(self.dataloader_iterator)
+        while self._iter < self._max_iters:
+            self.runner.model.train()
+            self.run_iter(next(self.dataloader_iterator))
+        self.runner.call_hook('after_train_epoch')
+        self.runner.call_hook('after_train')
+        return self.runner.model
+
+
+@LOOPS.register_module(force=True)
+class CallsMMEngines(IterBasedTrainLoop):
+    def run(self):
+        return super().run()
+
+
+def run_by_iterations(work_dir, length, resume, kind, **options):
+    runner = build(
+        work_dir,
+        by_epoch=False,
+        train_cfg=dict(type=kind, max_iters=length, **options),
+        val_cfg=None,
+        val_dataloader=None,
+        val_evaluator=None,
+        param_scheduler=None,
+        checkpoint=dict(by_epoch=False, interval=4),
+        resume=resume,
+    )
+    runner.train()
+    newest = max(work_dir.glob('*/*.log'))
+    return weights_of(runner.model), newest.read_text()
+
+
+@pytest.mark.parametrize(
+    ('kind', 'options', 'exact'),
+    [('OwnRun', {}, True), ('CallsMMEngines', {}, True), ('OwnRun', dict(drops=True), False)],
+)
+def test_a_loop_with_a_run_of_its_own_goes_on(tmp_path, kind, options, exact):
+    ((whole, _),) = run_ranks(run_by_iterations, 0, tmp_path / 'a', 8, False, kind)
+    run_ranks(run_by_iterations, 0, tmp_path / 'b', 4, False, kind)
+    ((found, log),) = run_ranks(resume_by_iterations, 0, tmp_path / 'b', kind, options)
+    assert (largest_difference(whole, found) == 0.0) == exact
+    assert ('OwnRun.run() has dropped 4 batches' in log) != exact
+
+
+def resume_by_iterations(work_dir, kind, options):
+    return run_by_iterations(work_dir, 8, True, kind, **options)
+
+
+# two checkpoint hooks ------------------------------------------------------------------------
+
+
+def with_two_hooks(work_dir, length, resume=False):
+    by_iteration = dict(
+        type='CheckpointHook', by_epoch=False, interval=5, filename_tmpl='it_{}.pth'
+    )
+    runner = build(work_dir, length=length, custom_hooks=[by_iteration], resume=resume)
+    runner.train()
+    return weights_of(runner.model), runner.iter
+
+
+def test_two_checkpoint_hooks_write_and_either_resumes(tmp_path):
+    ((whole, iterations),) = run_ranks(with_two_hooks, 0, tmp_path / 'whole', 2)
+    names = sorted(each.name for each in (tmp_path / 'whole').glob('*.pth'))
+    assert {'epoch_1.pth', 'epoch_2.pth', 'it_5.pth', 'it_10.pth'} <= set(names)
+    for name in ('epoch_1.pth', 'it_5.pth', 'it_15.pth'):
+        if name not in names:
+            continue
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_bytes((tmp_path / 'whole' / name).read_bytes())
+        ((found, count),) = run_ranks(with_two_hooks, 0, folder, 2, True)
+        assert count == iterations
+        assert largest_difference(whole, found) == 0.0, name
+
+
+# a loop that counts something else -----------------------------------------------------------
+
+
+def test_iterations_that_are_resumed_by_epochs(tmp_path):
+    run_ranks(count_iterations, 0, tmp_path)
+    ((first, last, log),) = run_ranks(count_epochs, 0, tmp_path)
+    assert 'whose train_cfg counts iterations, with one that counts epochs' in log
+    length = last + 1
+    assert first == (20 // (length // 3), 20 % (length // 3), 20)
+
+
+def count_iterations(work_dir):
+    build(
+        work_dir,
+        by_epoch=False,
+        length=20,
+        checkpoint=dict(by_epoch=False, interval=20),
+        train_dataloader__sampler__type='DefaultSampler',
+    ).train()
+
+
+def count_epochs(work_dir):
+    runner, seen = build(work_dir, length=3, resume=True), []
+
+    class Places(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            seen.append((runner.epoch, batch_idx, runner.iter))
+
+    runner.register_hook(Places())
+    runner.train()
+    return seen[0], seen[-1][-1], max(work_dir.glob('*/*.log')).read_text()
+
+
+# code that names CUDA ------------------------------------------------------------------------
+
+
+@MODELS.register_module(force=True)
+class NamesCuda(NoisyModel):
+    def forward(self, inputs, *args, **kwargs):
+        return super().forward(inputs.to('cuda:0'), *args, **kwargs)
+
+
+def names_cuda(accelerator, work_dir):
+    build(work_dir, accelerator, model=dict(type='NamesCuda')).train()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='is about machines without CUDA')
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_a_line_that_asks_for_cuda_is_named(tmp_path, accelerator):
+    with pytest.raises(RanksFailed, match=r"asks for CUDA.*The line: `.*to\('cuda:0'\)"):
+        run_ranks(names_cuda, 0, accelerator, tmp_path)
