@@ -116,7 +116,7 @@ class OwnRunner(Runner):
 def kinds_of_runners(work_dir):
     from mmengine.config import Config
 
-    from mmdevplug import follow_runner_type
+    from mmdevplug import DeviceRunner, follow_runner_type
 
     follow_runner_type()
     options = dict(length=1, train_dataloader__batch_size=2)
@@ -135,11 +135,7 @@ def kinds_of_runners(work_dir):
     for name in ('OwnRunner', 'hand'):
         built[name].train()
     return {
-        name: (
-            type(each).__name__,
-            isinstance(each, mmdevplug.DeviceRunner),
-            hasattr(each, 'mine'),
-        )
+        name: (type(each).__name__, isinstance(each, DeviceRunner), hasattr(each, 'mine'))
         for name, each in built.items()
     }
 
@@ -207,7 +203,12 @@ class Diverges(TwoSteps):
 
 def take_two_steps(accelerator, work_dir, model, **options):
     runner = build(
-        work_dir, accelerator, model=dict(type=model), custom_hooks=[], length=2, **options
+        work_dir,
+        accelerator,
+        model=dict(type=model, norm=False),
+        custom_hooks=[],
+        length=2,
+        **options,
     )
     runner.train()
     inner = getattr(runner.model, 'module', runner.model)
