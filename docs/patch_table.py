@@ -67,7 +67,8 @@ _LISTED = {
     CONFIG: ('mmengine.config.config: is_installed get_installed_path',),
     GUARD: ('torch.autograd.function.BackwardCFunction: apply',),
     AUTOPATCH: (
-        'mmengine.runner.runner.Runner: from_cfg',
+        'mmengine.runner.runner.Runner: __new__ from_cfg',
+        'mmengine.dist.utils: _init_dist_mpi _init_dist_pytorch _init_dist_slurm',
         'mmengine.runner._flexible_runner.FlexibleRunner: from_cfg',
     ),
     WATCH: ('sys: excepthook',),
@@ -296,9 +297,14 @@ REASONS_EN = {
         'their operand.',
         'PyTorch offers a hook on the gradients that a custom function returns.',
     ),
-    'mmengine.runner.runner.Runner.from_cfg': (
-        'Scripts that call `Runner.from_cfg` ignore `runner_type`.',
-        'MMEngine reads `runner_type` in `Runner.from_cfg`.',
+    'mmengine.runner.runner.Runner.__new__': (
+        'Scripts that call `Runner.from_cfg` or `Runner(...)` ignore `runner_type` and '
+        '`accelerator`, and so do runners of a repository.',
+        'MMEngine reads `runner_type` in `Runner.from_cfg`, and runners ask an accelerator.',
+    ),
+    'mmengine.dist.utils._init_dist_mpi': (
+        'A script that calls `init_dist` itself ends in an error of CUDA where there is none.',
+        'MMEngine starts process groups on any device.',
     ),
     'mmengine.runner._flexible_runner.FlexibleRunner.from_cfg': (
         'It would ignore the key `accelerator` and train where MMEngine does.',
@@ -455,9 +461,13 @@ REASONS = {
         '自定义函数返回的梯度若与操作数不在同一设备，autograd 会拒绝。',
         'PyTorch 为自定义函数返回的梯度提供钩子。',
     ),
-    'mmengine.runner.runner.Runner.from_cfg': (
-        '直接调用 `Runner.from_cfg` 的脚本忽略 `runner_type`。',
-        'MMEngine 在 `Runner.from_cfg` 中读取 `runner_type`。',
+    'mmengine.runner.runner.Runner.__new__': (
+        '直接调用 `Runner.from_cfg` 或 `Runner(...)` 的脚本忽略 `runner_type` 和 `accelerator`，代码库自己的 runner 也是如此。',
+        'MMEngine 在 `Runner.from_cfg` 中读取 `runner_type`，且 runner 向加速器询问设备。',
+    ),
+    'mmengine.dist.utils._init_dist_mpi': (
+        '自行调用 `init_dist` 的脚本在没有 CUDA 的主机上以 CUDA 的错误结束。',
+        'MMEngine 能在任何设备上启动进程组。',
     ),
     'mmengine.runner._flexible_runner.FlexibleRunner.from_cfg': (
         '它会忽略 `accelerator` 键，在 MMEngine 所选的设备上训练。',

@@ -81,6 +81,10 @@ def changed(before, after):
     return {key for key, value in before.items() if after.get(key, gone) is not value} - STATE
 
 
+#: What is replaced when a base config is first read, and stays.
+ONCE = {symbol.name for symbol in PATCHED_SYMBOLS if symbol.period == page.AUTOPATCH}
+
+
 def recorded():
     """The active patches that change something: a constant may be what it was."""
     inherited = {
@@ -93,7 +97,7 @@ def recorded():
         for patch in active_patches()
         if patch.replacement is not patch.original
         and (patch.owner, patch.name) not in inherited
-        and patch.name != 'from_cfg'  # since a base config was first read
+        and patch.name not in ONCE
         and package_of(full_name(patch.owner)) in PACKAGES
     }
 
@@ -143,7 +147,7 @@ def watch_job(accelerator, folder):
         during=changed(before, seen[-1]),
         after=changed(before, snapshot()),
         recorded=recorded(),
-        listed=sorted({listed_name(p) for p in active_patches() if p.name != 'from_cfg'}),
+        listed=sorted({listed_name(p) for p in active_patches() if p.name not in ONCE}),
     )
     train('third')  # restores and patches again
     found['again'] = changed(before, seen[-1])
