@@ -462,7 +462,8 @@ REASONS = {
         'PyTorch 为自定义函数返回的梯度提供钩子。',
     ),
     'mmengine.runner.runner.Runner.__new__': (
-        '直接调用 `Runner.from_cfg` 或 `Runner(...)` 的脚本忽略 `runner_type` 和 `accelerator`，代码库自己的 runner 也是如此。',
+        '直接调用 `Runner.from_cfg` 或 `Runner(...)` 的脚本忽略 `runner_type` 和 `accelerator`，'
+        '代码库自己的 runner 也是如此。',
         'MMEngine 在 `Runner.from_cfg` 中读取 `runner_type`，且 runner 向加速器询问设备。',
     ),
     'mmengine.dist.utils._init_dist_mpi': (
