@@ -3,6 +3,7 @@
 :mod:`multiprocessing` imports this module there, see :func:`mmdevplug.cli.launch.launch`.
 """
 
+import atexit
 import gc
 import sys
 from importlib import import_module
@@ -20,6 +21,8 @@ for _name in (
         import_module(_name)
 gc.freeze()
 gc.enable()
+# Triton, which CUDA builds of PyTorch 2.15 import, lists all that is frozen at the end as leaked.
+atexit.register(gc.unfreeze)
 
 
 def _hide_end_of_command(kind: type, error: BaseException, trace: Any) -> None:

@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -21,6 +23,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+#: PyTorch 2.15 cannot compile `torch.cuda.amp.autocast(...)`: it looks for its arguments in vain.
+of_cuda = torch.cuda.amp.autocast
+if hasattr(torch, 'accelerator') and 'dtype' not in signature(of_cuda).parameters:
+    of_cuda = partial(torch.autocast, 'cuda')
+
+
 @MODELS.register_module(force=True)
 class CastsInside(FeatureNet):
     """As models of mmdet and mmseg do, whose losses are in float32."""
@@ -29,7 +37,7 @@ class CastsInside(FeatureNet):
         features = super().features(inputs)
         with autocast(enabled=False):
             features = features.float() * 1.0
-        with torch.cuda.amp.autocast(enabled=False):
+        with of_cuda(enabled=False):
             return features * 1.0
 
 
@@ -145,7 +153,7 @@ def compile_with_autocast():
             cast = inputs @ inputs
             with autocast(enabled=False):
                 plain = inputs @ inputs
-            with torch.cuda.amp.autocast(enabled=False):
+            with of_cuda(enabled=False):
                 as_cuda = inputs @ inputs
             decorated = [function(inputs, inputs) for function in before]
         return cast, plain, as_cuda, *decorated, inputs @ inputs

@@ -207,6 +207,9 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.device = device
         self.priority = priority
+        # What PyTorch's streams have: FSDP2 reads it since PyTorch 2.15. 20 is PrivateUse1.
+        self.stream_id, self.device_type = 0, 20
+        self.device_index = device if isinstance(device, int) else getattr(device, 'index', 0) or 0
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)

@@ -6,7 +6,8 @@ its time. Collections still happen, when many more objects have been made.
 
 import atexit
 import gc
+import sys
 
 gc.set_threshold(100_000, 20, 100)
 # Registered first, so called last.
-atexit.register(gc.freeze)
+atexit.register(lambda: 'triton' in sys.modules or gc.freeze())  # it lists what is left
