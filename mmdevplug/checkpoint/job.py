@@ -76,18 +76,29 @@ def origin_of(path: PathLike) -> Origin:
 
     Tensors are not read. What another program has written has no job.
     """
+    index = read_index(path)
+    meta = index.get('meta') if isinstance(index, dict) else None
+    if not isinstance(meta, dict):
+        return Origin()
+    job, iteration = meta.get('job'), meta.get('iter')
+    known = isinstance(job, str) and isinstance(iteration, int)
+    return Origin(job, iteration) if known else Origin()
+
+
+def read_index(path: PathLike) -> Any:
+    """Read what a checkpoint holds besides tensors; no code of the file runs.
+
+    Returns:
+        Any: Containers, numbers and text; None if the file is no archive of PyTorch's.
+    """
     try:
         with zipfile.ZipFile(str(path)) as archive:
             (index,) = [one for one in archive.infolist() if one.filename.endswith('/data.pkl')]
             if index.file_size > _MOST_BYTES:
-                return Origin()
-            read = _Reader(io.BytesIO(archive.read(index))).load()
-        meta = read['meta']
-        job, iteration = meta.get('job'), meta['iter']
-    except Exception:  # of a damaged file, which is looked at by those who want to load it
-        return Origin()
-    known = isinstance(job, str) and isinstance(iteration, int)
-    return Origin(job, iteration) if known else Origin()
+                return {}
+            return _Reader(io.BytesIO(archive.read(index))).load()
+    except Exception:  # whatever a damaged file leads to
+        return None
 
 
 class _Inert:

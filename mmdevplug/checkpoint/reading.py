@@ -2,7 +2,6 @@
 
 import os
 import re
-import zipfile
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
 
@@ -17,10 +16,11 @@ from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.annotations import AnyRunner
-from mmdevplug.utils.file_kinds import describe_no_checkpoint
+from mmdevplug.utils.file_kinds import check_archive, describe_no_checkpoint
 from mmdevplug.utils.logs import log_warning
 
-from .job import Job, Origin, origin_of, read_job
+from .job import Job, Origin, origin_of, read_index, read_job
+from .shard_files import check_shards, shards_folder
 from .writing import FINISHED, POINTER, SHARDS, PathLike, is_local
 
 
@@ -68,9 +68,8 @@ def read_for_model(
     if SHARDS in checkpoint:
         from mmdevplug.sharding.states import attach_shards
 
-        attach_shards(
-            checkpoint, os.path.join(os.path.dirname(filename), checkpoint[SHARDS]), model
-        )
+        check_shards(filename, checkpoint)
+        attach_shards(checkpoint, shards_folder(filename, checkpoint), model)
     return checkpoint
 
 
@@ -94,26 +93,23 @@ def is_finished(work_dir: PathLike) -> bool:
 
 
 def check_file(path: PathLike) -> None:
-    """Read all of a checkpoint and compare its checksums, which PyTorch does not when it loads.
+    """Read all of a checkpoint and of its shards, and compare their checksums.
 
     Raises CheckpointError if the file is truncated or damaged, OSError if it cannot be read.
     """
-    if not zipfile.is_zipfile(str(path)):
+    try:
+        check_archive(path)
+    except ValueError as error:
+        raise CheckpointError(f'{path} is damaged: {error}') from error
+    index = read_index(path)
+    if index is None:
         with open(str(path), 'rb') as file:
             if file.read(2) == b'\x80\x02' and os.path.getsize(str(path)) > 1024:
                 return  # written by a PyTorch before 1.6, without checksums
         kind = describe_no_checkpoint(path) or 'truncated or no checkpoint'
         raise CheckpointError(f'{path} is {kind}')
-    try:
-        with zipfile.ZipFile(str(path)) as archive:
-            if min((each.header_offset for each in archive.infolist()), default=1):
-                # Another archive inside of it: the bytes of states are one, too.
-                raise zipfile.BadZipFile('it is truncated')
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
-        raise CheckpointError(f'{path} is damaged: {error}') from error
-    if damaged is not None:
-        raise CheckpointError(f'{path} is damaged: {damaged} differs from its checksum')
+    if isinstance(index, dict) and SHARDS in index:
+        check_shards(path, index)
 
 
 def find_good_checkpoint(work_dir: PathLike, job: Optional[str] = None) -> Optional[str]:

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import mmengine
 from mmengine.config import Config
-from mmengine.dist import is_main_process
+from mmengine.dist import get_rank, is_main_process
 from mmengine.fileio import get_file_backend
 from mmengine.hooks import EMAHook
 from mmengine.model import is_model_wrapper
@@ -33,6 +33,7 @@ from mmdevplug.utils.model import unwrap_model
 from . import writing
 from .host_copy import copy_to_host
 from .job import note_saved
+from .shard_files import sums_of_rank
 
 #: How long an aborting process waits for a checkpoint that is being written, in seconds.
 ABORT_SECONDS = 5.0
@@ -221,6 +222,9 @@ def _collect_shards(runner: AnyRunner, checkpoint: Dict[str, Any], path: Optiona
         checkpoint[writing.SHARDS] = os.path.basename(folder)
     for part in filter(checkpoint.__contains__, ('state_dict', 'optimizer')):
         checkpoint[part] = collect_states(checkpoint[part], folder, part)
+    if folder is not None:
+        sums = gather_json(sums_of_rank(folder, get_rank()))
+        checkpoint[writing.SUMS] = {name: one for each in sums for name, one in each.items()}
 
 
 def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, Any]:

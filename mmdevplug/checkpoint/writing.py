@@ -29,6 +29,8 @@ from mmdevplug.utils.pytree import tensor_bytes, tensors_in
 POINTER, STARTED, FINISHED = 'last_checkpoint', '.started', '.finished'
 #: In a checkpoint: the name of the folder beside it that has its tensors, see ``sharding``.
 SHARDS = 'shards'
+#: Also there: the checksums of the files in that folder.
+SUMS = 'shard_sums'
 #: Each time this many bytes are there, the disk begins to write them.
 _STRETCH = 32 << 20
 

@@ -24,7 +24,7 @@ from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 from mmengine.utils import get_object_from_string
 
 from mmdevplug.errors import CheckpointError, DevPlugError, first_line
-from mmdevplug.utils.file_kinds import describe_no_checkpoint
+from mmdevplug.utils.file_kinds import check_archive, describe_no_checkpoint
 from mmdevplug.utils.patching import OWN, patch_symbol
 from mmdevplug.utils.torch_compat import ALLOWS_RENAMED_CLASSES, TAKES_WEIGHTS_ONLY
 
@@ -93,10 +93,12 @@ _trusted: List[Any] = []
 
 
 def trust_classes(names: Sequence[str]) -> None:
-    """Let checkpoints hold objects of more classes, e.g. ``['my_package.BoxCoder']``.
+    """Let checkpoints hold objects of these classes, too, e.g. ``['my_package.BoxCoder']``.
 
-    Loading a file may then create such objects and call their ``__setstate__``.
+    Those of an earlier call are not trusted any more: each runner calls it. Loading a file may
+    then create such objects and call their ``__setstate__``.
     """
+    _trusted.clear()
     for name in names:
         found = get_object_from_string(name) if isinstance(name, str) else None
         if not isinstance(found, type):
@@ -132,6 +134,8 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
             return patch.original(f, *args, **kwargs)
         if isinstance(f, (str, os.PathLike)):
             opened.append(str(f))
+            if forced and os.path.isfile(f):
+                _check(f)
         try:
             # Of a context around this one, if there is any: what that forces holds here, too.
             return _load_safely(patch.original, forced, f, *args, **kwargs)
@@ -165,6 +169,15 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
     finally:
         patch.restore()
         thread = None  # whoever has kept this function gets PyTorch's
+
+
+def _check(path: Any) -> None:
+    try:
+        check_archive(path)
+    except ValueError as error:
+        raise CheckpointError(
+            f'checkpoint {path} is damaged: {error}. Take the one before it, or copy it again.'
+        ) from error
 
 
 def refused_names(file: Any) -> List[str]:

@@ -153,8 +153,7 @@ class DeviceRunner(Runner):
         if self.device_context.backend is not None:
             # What runs is what the log shows.
             env_cfg['dist_cfg'] = dict(dist_cfg, backend=self.device_context.backend)
-        if self.cfg.get('checkpoint_classes'):
-            trust_classes(self.cfg.checkpoint_classes)
+        trust_classes(self.cfg.get('checkpoint_classes') or ())
         super().setup_env(env_cfg)
 
     def set_randomness(self, seed: Optional[int] = None, *args: Any, **kwargs: Any) -> None:
@@ -372,6 +371,7 @@ class DeviceRunner(Runner):
     ) -> Dict:
         """Load a checkpoint as MMEngine does, but without running code from it, or refuse it."""
         model = unwrap_model(self.model)
+        trust_classes(self.cfg.get('checkpoint_classes') or ())  # another runner had its own
         checkpoint = read_for_model(filename, map_location, self.sharding is not None, model)
         if self._resuming:
             adapt_to_hooks(self, checkpoint, filename)

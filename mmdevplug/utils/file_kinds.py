@@ -2,7 +2,9 @@
 
 import os
 import re
-from typing import Optional
+import zipfile
+import zlib
+from typing import Optional, Union
 
 #: How files begin that people take for checkpoints: pattern, what it is and what to do.
 _KINDS = (
@@ -39,3 +41,35 @@ def describe_no_checkpoint(path: object) -> Optional[str]:
         if re.match(pattern, head, re.IGNORECASE | re.DOTALL):
             return kind
     return f'no checkpoint of PyTorch: it begins with {head[:8]!r}. Give another file'
+
+
+def check_archive(path: Union[str, os.PathLike]) -> None:
+    """Compare all bytes of a file that PyTorch has saved with the checksums inside of it.
+
+    PyTorch does not compare them when it loads. A file that is no archive at all is not looked at.
+
+    Raises:
+        ValueError: If the file is truncated or damaged; says how.
+        OSError: If it cannot be read.
+    """
+    try:
+        if not zipfile.is_zipfile(str(path)):
+            return
+        with zipfile.ZipFile(str(path)) as archive:
+            entries = archive.infolist()
+            if min((each.header_offset for each in entries), default=1):
+                # Another archive inside of it: the bytes of states are one, too.
+                raise ValueError('it is truncated')
+            for each in entries:
+                # PyTorch compresses and encrypts nothing.
+                if (
+                    each.compress_type
+                    or each.flag_bits & 1
+                    or each.file_size != each.compress_size
+                ):
+                    raise ValueError(f'the entry {each.filename} of its directory is wrong')
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(str(error)) from error
+    if damaged is not None:
+        raise ValueError(f'{damaged} differs from its checksum')
