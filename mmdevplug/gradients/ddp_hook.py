@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, distributed as torch_dist, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from .nonfinite import (
+from mmdevplug.distributed.nonfinite import (
     FinitePolicy,
     is_marked_nonfinite,
     mark_nonfinite,

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from mmdevplug.accelerators import Accelerator, devices_of
 from mmdevplug.distributed.byte_exchange import group_by_bytes
+from mmdevplug.distributed.nonfinite import FinitePolicy, names_of_nonfinite
 from mmdevplug.errors import ModelError
 from mmdevplug.staged.staged_group import StagedProcessGroup
 from mmdevplug.staged.work import StagedWork
 from mmdevplug.utils.pytree import tensors_in
-
-from .nonfinite import FinitePolicy, names_of_nonfinite
 
 #: Size of a message.
 BUCKET_BYTES = 8 << 20

@@ -16,12 +16,12 @@ from torch import Tensor, distributed as torch_dist, nn
 from mmdevplug.accelerators.backend import group_device
 from mmdevplug.distributed.byte_exchange import group_by_bytes
 from mmdevplug.distributed.coalesced import MESSAGE_BYTES
+from mmdevplug.distributed.nonfinite import names_of_nonfinite
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 
 from .lazy_staging import SUMMED_IN
-from .nonfinite import names_of_nonfinite
 
 
 def has_own_step(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from mmdevplug.accelerators import devices_of, enter_rank_device
 from mmdevplug.accelerators.backend import suits_native_ddp
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.distributed.coalesced import broadcast_tensors
+from mmdevplug.distributed.nonfinite import FinitePolicy
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
@@ -27,7 +28,6 @@ from mmdevplug.utils.torch_compat import is_at_least
 
 from .ddp_hook import BucketAveraging
 from .model_signature import check_same_model
-from .nonfinite import FinitePolicy
 from .own_step import average_gradients, averaging_updates, has_own_step
 from .trainable_set import COMPARING, TrainableSet, check_optimizers
 from .unused_parameters import naming_parameters, refuse_unreduced

@@ -256,7 +256,7 @@ class DeviceRunner(Runner):
         cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
         built = super().build_optim_wrapper(cfg)
         if self.sharding is not None:
-            self.sharding.watch(built)
+            self.sharding.watch(built, unwrap_model(self.model))
         check_optimizers(built, self.device_context)
         check_sparse_gradients(self.model, self.device_context)
         return built

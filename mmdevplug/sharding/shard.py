@@ -2,7 +2,8 @@
 
 import functools
 from dataclasses import replace
-from typing import Any, Mapping, Optional, Union
+from types import MethodType
+from typing import Any, Callable, List, Mapping, Optional, Union
 
 import torch
 from mmengine.hooks import EMAHook
@@ -15,6 +16,7 @@ from mmdevplug.accelerators import DeviceContext
 from mmdevplug.accelerators.backend import takes_host_tensors
 from mmdevplug.config.sharding import ShardingOptions
 from mmdevplug.distributed.byte_exchange import gather_json
+from mmdevplug.distributed.nonfinite import FinitePolicy, names_of_nonfinite
 from mmdevplug.distributed.staged_groups import staged_counterpart
 from mmdevplug.errors import ModelError, first_line
 from mmdevplug.fault_tolerance.failure import fail_together
@@ -27,7 +29,7 @@ from mmdevplug.utils.host import keep_freed_memory
 from mmdevplug.utils.torch_compat import is_at_least
 
 from .build import build_without_weights, initialize, keep_whole, place
-from .states import CopyingWhole, copy_shards, shard_optimizer_state
+from .states import CopyingWhole, copy_shards, is_sharded, shard_optimizer_state
 
 
 class Sharding:
@@ -128,7 +130,7 @@ class Sharding:
         initialize(model, self._whole, context)
         self._whole = None
 
-    def watch(self, optim_wrapper: Any) -> None:
+    def watch(self, optim_wrapper: Any, model: nn.Module) -> None:
         """Let the optimizer load whole states, and check its gradients before each update."""
         if optim_wrapper is self._watched:
             return
@@ -140,7 +142,10 @@ class Sharding:
             f'with {kind}: expected one Optimizer of PyTorch, and a model that is called whole',
         )
         optimizer.register_load_state_dict_pre_hook(shard_optimizer_state)
-        optimizer.register_step_pre_hook(_check_gradients)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        check = functools.partial(_check_gradients, optimizer, names, optim_wrapper)
+        # Before clipping, which spreads NaN to all gradients, or passes over it.
+        optim_wrapper.step = _before(optim_wrapper, check)
 
     def check_hooks(self, runner: AnyRunner) -> None:
         """Let a hook average the model, unless it needs whole weights that are not gathered."""
@@ -177,16 +182,42 @@ def _free_unless_training(model: nn.Module, *_: object) -> None:
         getattr(part, 'reshard', list)()
 
 
-def _check_gradients(optimizer: Optimizer, *_: object) -> None:
-    """Refuse an update for which ranks have gradients of different parameters."""
+def _before(optim_wrapper: Any, check: Callable[[], None]) -> Callable[..., Any]:
+    """Return a method that checks before each update; MMEngine's schedulers ask whose it is."""
+    step = optim_wrapper.step
+
+    @functools.wraps(step)
+    def checked(_: Any, *args: object, **kwargs: object) -> Any:
+        check()
+        return step(*args, **kwargs)
+
+    return MethodType(checked, optim_wrapper)
+
+
+def _check_gradients(optimizer: Optimizer, names: Mapping[int, str], optim_wrapper: Any) -> None:
+    """Refuse an update with gradients that are not finite, or of different parameters by rank.
+
+    As in data parallel training, NaN is looked for where the host averages, and left to a gradient
+    scaler, which skips the update.
+    """
     trained = [p for group in optimizer.param_groups for p in group['params'] if p.requires_grad]
     without = [number for number, each in enumerate(trained) if each.grad is None]
-    of_ranks = gather_json(without)
+    scaler = getattr(optim_wrapper, 'loss_scaler', None)
+    found: List[str] = []
+    if takes_host_tensors() and not (scaler is not None and scaler.is_enabled()):
+        parts = [(names[id(p)], p.grad) for p in trained if p.grad is not None]
+        parts = [(name, g.to_local() if is_sharded(g) else g) for name, g in parts]
+        if not all(bool(torch.isfinite(part.sum())) for _, part in parts):
+            found = names_of_nonfinite(parts)[:5]
+    of_ranks = gather_json([without, found])
     _refuse(
-        any(each != without for each in of_ranks),
-        f'averages gradients that all ranks have, and at {of_ranks}, by rank, there are none. Use '
-        f'the same parts of the model on all ranks, or add 0 * the sum of the others to the loss',
+        any(each != without for each, _ in of_ranks),
+        f'averages gradients that all ranks have, and at {[each for each, _ in of_ranks]}, by '
+        f'rank, there are none. Use the same parts of the model on all ranks, or add 0 * the sum '
+        f'of the others to the loss',
     )
+    if any(each for _, each in of_ranks):
+        FinitePolicy(True).stop(found, ignorable=False)
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -39,6 +39,10 @@ _OTHERS_SECONDS = 1.0
 class GroupBase(_Base):
     """A group of gloo, the name by which PyTorch knows it, and how a collective begins."""
 
+    #: Types of devices by which PyTorch's distributed checkpoints choose where to put a message:
+    #: C++ knows none, as this object is the whole group.
+    _device_types = (torch.device('cpu'),)
+
     def __init__(
         self, store: 'torch_dist.Store', rank: int, size: int, timeout: timedelta
     ) -> None:

@@ -15,6 +15,24 @@ LEAST_BYTES = 1 << 20
 _SHARED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
+def keeping_nan(values: Tensor, result: Tensor, op: ReduceOp, buffers: HostBuffers) -> Tensor:
+    """Return what gloo reduces in place of values, of which it loses NaN of some ranks.
+
+    Infinity stands for NaN, and a flag beside each value says so.
+    """
+    sign = 1 if op == ReduceOp.MAX else -1
+    flat = values.reshape(-1)
+    missing = torch.isnan(flat)
+    both = torch.cat([flat.masked_fill(missing, -sign * float('inf')), sign * missing.to(flat)])
+
+    def finish() -> None:
+        reduced, flags = both.chunk(2)
+        result.copy_(reduced.masked_fill(flags != 0, float('nan')).view_as(result))
+
+    buffers.due.append(finish)
+    return both
+
+
 class Reductions(GroupBase):
     """Large sums are added up in memory that the ranks of a host share, see :mod:`.large_sums`."""
 
@@ -92,6 +110,9 @@ class Reductions(GroupBase):
 
         def begin() -> Any:
             summed = summand(flat)
+            extreme = op == ReduceOp.MAX or op == ReduceOp.MIN
+            if extreme and summed.is_floating_point():
+                return call([keeping_nan(summed, flat, op, buffers)], options)
             # The sum of halves may be larger than they can be.
             divided = average and summed.dtype in HALVES
             summed = averaged(summed, self._size) if divided else summed

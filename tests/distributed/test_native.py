@@ -19,8 +19,8 @@ from mmdevplug.accelerators.backend import group_device
 from mmdevplug.checkpoint.participants import RankBuffers
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.coalesced import broadcast_tensors
+from mmdevplug.distributed.nonfinite import FinitePolicy
 from mmdevplug.gradients.model_signature import check_same_model
-from mmdevplug.gradients.nonfinite import FinitePolicy
 from mmdevplug.samples import DynamicSampler, balance_samples, gather_samples
 from mmdevplug.staged.shared_memory import group_by_host
 from mmdevplug.utils.host import host_name

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from mmdevplug.distributed.nonfinite import names_of_nonfinite, scale_and_check
 from mmdevplug.errors import ModelError
-from mmdevplug.gradients.nonfinite import names_of_nonfinite, scale_and_check
 from tests.columns import CUDA, NATIVE, job_of
 from tests.gradients.averaging import batch, gradients, net, rank, start, weights, wrap
 from tests.jobs import largest_difference, needs_scaler

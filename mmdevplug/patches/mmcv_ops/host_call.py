@@ -6,7 +6,8 @@ before and after the call.
 """
 
 import re
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,36 @@ def call_on_host(
         written = [key for key in outputs if key in there]
     accelerator.copies.into_device([host[key] for key in written], [there[key] for key in written])
     return to_device(_narrowed(result, list(there.values())), device)
+
+
+@contextmanager
+def contiguous(
+    function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]
+) -> Iterator[Tuple[Sequence[Any], Dict[str, Any]]]:
+    """Give an operator contiguous copies in place of other tensors, and copy back what it writes.
+
+    A vision transformer gives its neck tensors in channels_last without being asked to.
+    """
+    others = [
+        value
+        for value in (*args, *kwargs.values())
+        if isinstance(value, Tensor) and not value.is_contiguous()
+    ]
+    if not others:
+        yield args, kwargs
+        return
+    copies = {id(value): value.detach().contiguous() for value in others}
+    outputs = output_ids(function, args, kwargs)
+    before = {} if outputs is not None else {key: each.clone() for key, each in copies.items()}
+    yield (
+        [copies.get(id(value), value) for value in args],
+        {name: copies.get(id(value), value) for name, value in kwargs.items()},
+    )
+    with torch.no_grad():
+        for value in others:
+            key = id(value)
+            if key in outputs if outputs is not None else has_changed(before[key], copies[key]):
+                value.copy_(copies[key])
 
 
 def is_reduced(value: object) -> bool:

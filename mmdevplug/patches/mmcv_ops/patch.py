@@ -20,7 +20,7 @@ from mmdevplug.errors import DeviceMismatchError, ModelError, first_line
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patching import OWN, Patch, patch_symbol
 
-from .host_call import call_on_host, is_reduced
+from .host_call import call_on_host, contiguous, is_reduced
 from .kernels import HOST_ONLY, UNREGISTERED, called_for_vendor, find_kernels, lacks_kernel
 
 EXTENSION = 'mmcv._ext'
@@ -90,7 +90,14 @@ class OperatorPatch(MetaPathFinder):
         return self.call(function, args, kwargs)
 
     def call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
-        """Call a function of ``mmcv._ext`` where it has a kernel."""
+        """Call a function of ``mmcv._ext`` where it has a kernel, with contiguous tensors.
+
+        mmcv's kernels read memory as if every tensor was contiguous, on the CPU and on cards.
+        """
+        with contiguous(function, args, kwargs) as (args, kwargs):
+            return self._call(function, args, kwargs)
+
+    def _call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
         values = [*args, *kwargs.values()]
         name = function.__name__
         device = _device_of(name, values)

@@ -70,8 +70,12 @@ class FinitePolicy:
         self.active = self.stops = stops
         self.group, self.suspended = group, False
 
-    def stop(self, found_here: Sequence[str]) -> None:
+    def stop(self, found_here: Sequence[str], ignorable: bool = True) -> None:
         """Exchange what the ranks found, see :func:`names_of_nonfinite`; all ranks must call it.
+
+        Args:
+            found_here (list[str]): Of this rank.
+            ignorable (bool): Whether an option goes on training. Defaults to True.
 
         Raises:
             ModelError: On every rank.
@@ -80,8 +84,9 @@ class FinitePolicy:
         lines = [
             f'  rank {rank}: {", ".join(names)}' for rank, names in enumerate(found) if names
         ] or ['  every rank has finite gradients: they overflow when compressed or added up']
+        option = "; or train with model_wrapper_cfg=dict(nonfinite_grads='ignore')"
         raise ModelError(
             'gradients are not finite:\n' + '\n'.join(lines) + '\nThe weights are those of the '
             'last good update. Look at the data of that rank and at the loss, lower the learning '
-            "rate, clip gradients, or train with model_wrapper_cfg=dict(nonfinite_grads='ignore')."
+            f'rate, or clip gradients{option if ignorable else ""}.'
         )
