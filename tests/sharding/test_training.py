@@ -63,8 +63,10 @@ def compare(names, world_size, device, tmp_path, **sharding):
             for of in ('weights', 'averaged'):
                 for key, weight in expected[of].items():
                     where = f'{name}: {of} {key}'
+                    # Where batch normalization is, kernels that processors choose differ by more.
+                    atol = 1e-3 if name == 'bn' else 1e-5
                     torch.testing.assert_close(
-                        found[of][key], weight, rtol=0, atol=1e-5, msg=where
+                        found[of][key], weight, rtol=0, atol=atol, msg=where
                     )
     return job
 
