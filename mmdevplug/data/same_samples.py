@@ -58,6 +58,8 @@ def compare_data(runner: AnyRunner) -> None:
             name = f'{kind}_dataloader{f"[{index}]" if index else ""}'
             mine[name] = _facts(runner, loop, loader, config)
             mine[name]['metric'] = kind != 'train'
+            if kind != 'train' and getattr(runner, 'sharding', None) is not None:
+                mine[name]['batches'] = length_of(loader)  # for each, ranks gather all weights
     for name, message, culprit in decide_together('comparing the data', mine, _judge):
         if culprit is None:
             log_warning(f'{name}: {message}')
@@ -217,11 +219,19 @@ def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optio
                 f'{facts[rank]["dataset"]})'
                 for rank in [*order[: MAX_LISTED - 1], *order[MAX_LISTED - 1 :][-1:]]
             )
+            remedy = (
+                'Give all ranks the same samples and the sampler DefaultSampler, which divides '
+                'them, or train by iterations: train_cfg=dict(by_epoch=False, max_iters=...) with '
+                'InfiniteSampler.'
+            )
+            if facts[0]['metric']:
+                remedy = (
+                    'sharding gathers weights on all ranks for each batch. Use the sampler '
+                    'DefaultSampler with round_up=True, or evaluate without sharding.'
+                )
             message = (
                 f'ranks have different numbers of batches, and would wait in the middle of an '
-                f'epoch: {listed}. Give all ranks the same samples and the sampler '
-                f'DefaultSampler, which divides them, or train by iterations: '
-                f'train_cfg=dict(by_epoch=False, max_iters=...) with InfiniteSampler.'
+                f'epoch: {listed}. {remedy}'
             )
             found.append((name, message, order[0]))
     return found

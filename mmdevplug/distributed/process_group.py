@@ -48,6 +48,7 @@ from mmdevplug.fault_tolerance.heartbeat import COMPILING_SECONDS
 from mmdevplug.fault_tolerance.store_barrier import LEAVE_SECONDS, next_meeting, run_on_every_rank
 from mmdevplug.staged import group_base as staged
 from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.torch_compat import is_at_least
 
 _HELD_BY_TORCHRUN = (
     ' TORCHELASTIC_USE_AGENT_STORE=True says that torchrun holds the store; if torchrun did not '
@@ -246,10 +247,15 @@ def _check_group(accelerator: Accelerator) -> str:
             f'sends its messages in these with a backend that it does not know. Start it with '
             f"init_process_group('cpu:gloo,{kind}:{name}'), or leave it to us."
         )
+    if name == 'gloo' and accelerator.compilation.lazy and is_at_least('2.0'):
+        from .lazy_collectives import refuse_collectives
+
+        refuse_collectives(accelerator.device())
     if name == 'gloo' and not accelerator.gloo_takes_tensors:
         log_warning(
             f"a process group of 'gloo' exists, which takes no tensors of {kind}: gradients are "
-            f'averaged by a group of their own, but collectives that the model calls itself fail. '
+            f'averaged by a group of their own, but collectives that the model calls itself are '
+            f'refused. '
             f"Start it with init_process_group('staged'), after import mmdevplug.staged."
         )
     return name

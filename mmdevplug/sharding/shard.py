@@ -28,6 +28,7 @@ from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.host import keep_freed_memory
 from mmdevplug.utils.torch_compat import is_at_least
 
+from .agreement import Agreement
 from .build import build_without_weights, initialize, keep_whole, place
 from .states import CopyingWhole, copy_shards, is_sharded, shard_optimizer_state
 
@@ -120,8 +121,11 @@ class Sharding:
             part.reshard()
         set_preprocessor_devices(model, device)
         model.register_forward_hook(_free_unless_training)
+        agreement = None
+        if takes_host_tensors():
+            agreement = Agreement(model, ['', *blocks], mesh.get_group(mesh.ndim - 1))
         for step in ('train_step', 'val_step', 'test_step'):
-            setattr(model, step, functools.partial(_run_step, model, step))
+            setattr(model, step, functools.partial(_run_step, model, step, agreement))
         print_log(f'sharding: {len(blocks)} blocks over {ranks} of {world_size} ranks.', 'current')
         return model
 
@@ -163,10 +167,15 @@ def _refuse(found: object, text: str) -> None:
         raise ModelError(f'sharding {text}.')
 
 
-def _run_step(model: nn.Module, step: str, *args: object, **kwargs: object) -> Any:
+def _run_step(
+    model: nn.Module, step: str, agreement: Optional[Agreement], *args: object, **kwargs: object
+) -> Any:
     with fail_together('training' if step == 'train_step' else 'evaluation'):
         try:
-            return getattr(type(model), step)(model, *args, **kwargs)
+            result = getattr(type(model), step)(model, *args, **kwargs)
+            if agreement is not None:
+                agreement.end_step()
+            return result
         except RuntimeError as error:
             _refuse(
                 'mixed torch.Tensor and DTensor' in str(error),
