@@ -127,8 +127,13 @@ def _reader(folder: str) -> Any:
         *(('torch', 'Size'), ('torch.serialization', '_get_layout')),
     }
 
+    def member(kind: Any, name: str) -> Any:
+        return parts._MEM_FORMAT_ENCODING[name]
+
     class Index(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
+            if (module, name) == ('builtins', 'getattr'):
+                return member  # how Python before 3.11.4 pickles a member of an enumeration
             is_dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
             if (module, name) in known or is_dtype:
                 return super().find_class(module, name)
@@ -172,4 +177,6 @@ def attach_shards(states: Dict[str, Any], folder: str, model: nn.Module) -> None
     for part in filter(states.__contains__, ('state_dict', 'optimizer')):
         shards.clear()
         states[part] = take(states[part])
-        checkpoint.load(shards, storage_reader=_reader(os.path.join(folder, part)))
+        reader = _reader(os.path.join(folder, part))
+        reader.read_metadata()  # PyTorch hides its errors in those of the collective that follows
+        checkpoint.load(shards, storage_reader=reader)

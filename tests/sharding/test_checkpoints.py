@@ -1,12 +1,15 @@
 """Checkpoints of sharded trainings: a file or a folder, resumed to the same bits."""
 
 import os
+import pickle
 import re
 import signal
+import zlib
 
 import pytest
 import torch
 
+from mmdevplug.errors import CheckpointError
 from tests.cli.running import config, mmdevplug
 from tests.jobs import load_file
 from tests.parallel_jobs import build
@@ -200,3 +203,50 @@ def test_the_command_tests_the_file_of_a_sharded_training(tmp_path):
         assert tested.returncode == 0, tested.stderr
         accuracies.add(re.findall(r'accuracy: ([\d.]+)', tested.stdout + tested.stderr)[-1])
     assert len(accuracies) == 1
+
+
+class Opens:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, 'w')
+
+
+def read_foreign(work_dir):
+    """Read a checkpoint whose shards are elsewhere, whose index runs code, that has no checksums."""
+    runner = build('twice', 'cpu', work_dir, sharding=dict(sharded_checkpoint=True), **OPTIONS)
+    runner.train()
+    path = os.path.join(work_dir, 'iter_10.pth')
+    saved, said = load_file(path), []
+    torch.distributed.barrier()
+    index = os.path.join(work_dir, 'iter_10.shards', 'state_dict', '.metadata')
+    changes = [dict(shards='/tmp/elsewhere'), dict(shards=['a']), dict(shard_sums=None), {}]
+    for change in changes:
+        if runner.rank == 0:
+            if not change:
+                with open(index, 'wb') as file:
+                    pickle.dump(Opens(os.path.join(work_dir, 'ran')), file)
+                with open(index, 'rb') as file:
+                    sums = {**saved['shard_sums'], 'state_dict/.metadata': zlib.crc32(file.read())}
+                change = dict(shard_sums=sums)
+            torch.save(dict(saved, **change), path)
+        torch.distributed.barrier()
+        try:
+            runner.load_checkpoint(path)
+        except CheckpointError as error:
+            said.append(str(error))
+        torch.distributed.barrier()
+    return said
+
+
+def test_shards_of_somebody_else_run_no_code(tmp_path):
+    for said in run_ranks(read_foreign, 2, str(tmp_path)):
+        folder, kind, sums, index = said
+        assert "names '/tmp/elsewhere' as the folder of its shards" in folder
+        assert "expected 'iter_10.shards'" in folder
+        assert "names ['a']" in kind
+        assert 'holds no checksums of its shards' in sums
+        assert '.metadata names' in index
+        assert 'which could run code' in index
+    assert not (tmp_path / 'ran').exists()
