@@ -214,7 +214,7 @@ class Opens:
 
 
 def read_foreign(work_dir):
-    """Read a checkpoint whose shards are elsewhere, whose index runs code, that has no checksums."""
+    """Read checkpoints whose shards are elsewhere, have no checksums, or run code."""
     runner = build('twice', 'cpu', work_dir, sharding=dict(sharded_checkpoint=True), **OPTIONS)
     runner.train()
     path = os.path.join(work_dir, 'iter_10.pth')
