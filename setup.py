@@ -116,6 +116,7 @@ if __name__ == '__main__':
             'Programming Language :: Python :: 3.10',
             'Programming Language :: Python :: 3.11',
             'Programming Language :: Python :: 3.12',
+            'Programming Language :: Python :: 3.13',
             'Topic :: Scientific/Engineering :: Artificial Intelligence',
         ],
         python_requires='>=3.8',

@@ -28,6 +28,7 @@ COMBINATIONS='
 2.9.0  | 3.11 | 0.10.7 | accelerate transformers peft
 2.13.0 | 3.11 | 0.10.7 | accelerate transformers peft torchdata
 2.14.1 | 3.11 | 0.10.7 | accelerate transformers peft torchdata
+2.15.0 | 3.13 | 0.10.7 | accelerate transformers peft torchdata
 2.1.2  | 3.9  | 0.10.0 | numpy<2 opencv-python<4.12 accelerate<1.7 transformers<4.50 peft<0.15
 2.13.0 | 3.11 | 0.11.0rc0     | accelerate transformers peft torchdata
 2.13.0 | 3.11 | onedl-0.10.12 | accelerate transformers peft torchdata

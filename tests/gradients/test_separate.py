@@ -184,7 +184,8 @@ def test_configs_that_name_mmengines_wrapper_get_ours(asked, built):
     from mmdevplug.model.prepare import wrapper_config
 
     found = wrapper_config(dict(type=asked, broadcast_buffers=False))
-    assert found.pop('type').__name__ == built
+    kind = found.pop('type')  # a name that this PyTorch does not have stays
+    assert getattr(kind, '__name__', kind) == built
     assert found == dict(broadcast_buffers=False)
 
 
