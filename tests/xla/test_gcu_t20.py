@@ -91,6 +91,7 @@ def stock_runner(work_dir):
 
     torch_dist.init_process_group('gloo')
     cfg = digits_config('cpu', work_dir, **PLAIN)
+    cfg.pop('accelerator')  # which no runner of MMEngine's passes over
     cfg.runner_type = 'Runner'
     cfg.env_cfg = dict(dist_cfg=dict(backend='gloo'))
     runner_error = None
