@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# torch 2.15.0: torch.compile of a function that enters torch.cuda.amp.autocast(...) ends in
+# torch 2.15.0 on Python 3.13: torch.compile of a function that enters torch.cuda.amp.autocast(...) ends in
 # InternalTorchDynamoError (KeyError: dtype), with any backend and also where autocast is disabled. The class has a
-# signature of (*args, **kwargs) in this release, in which the compiler looks for its arguments. torch 2.13 compiles
-# it, and 2.15.0 compiles torch.autocast('cuda', ...). mmdet's and mmseg's models use the former in their losses.
+# signature of (*args, **kwargs) there, in which the compiler looks for its arguments. On Python 3.11 the same release
+# compiles it, and on 3.13 it compiles torch.autocast('cuda', ...). mmdet's and mmseg's models use the former.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

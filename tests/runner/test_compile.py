@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-#: PyTorch 2.15 cannot compile `torch.cuda.amp.autocast(...)`: it looks for its arguments in vain.
+#: PyTorch 2.15 on Python 3.13 cannot compile `torch.cuda.amp.autocast(...)`, also without us.
 of_cuda = torch.cuda.amp.autocast
 if hasattr(torch, 'accelerator') and 'dtype' not in signature(of_cuda).parameters:
     of_cuda = partial(torch.autocast, 'cuda')
