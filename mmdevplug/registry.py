@@ -166,6 +166,9 @@ def ours_for(kind: type) -> type:
     A subclass of theirs becomes a class of its name that inherits from it and from ours, in this
     order: its ``super()`` calls reach our methods. Any other class is returned as it is.
 
+    A constructor that does not reach ours leaves the subclass as it is, with a warning, if our
+    class says in ``lost`` what that costs; else it is an error.
+
     Our class may have ``promises``, which map methods to what is lost if the subclass overrides
     them without calling ``super()``. A warning names such a method, once. Ours is called in any
     case where MMEngine's class lacks the method, so that nobody would write that call.
@@ -211,6 +214,12 @@ def _check_call(
             return result
         if absent:
             getattr(ours, name)(self, *args, **kwargs)
+        elif lost is None and getattr(ours, 'lost', None) is not None:
+            self.__class__ = kind  # MMEngine's would serve it
+            _warn_once(
+                f'{kind.__name__}: its constructor does not call super().__init__(), so '
+                f'{ours.__name__} is not put under it: {ours.lost}. Call it.'
+            )
         elif lost is None:
             raise DevPlugError(
                 f'{kind.__name__}: its constructor does not reach that of {ours.__name__}, which '

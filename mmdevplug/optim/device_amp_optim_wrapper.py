@@ -42,6 +42,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
 
     #: The :class:`LazyStaging` of the model, which knows whether gradients overflowed.
     averaging: Any = None
+    lost = None  # MMEngine's refuses the device
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The optimizer wrapper for lazy devices."""
 
-from typing import List, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from mmengine.optim import OptimWrapper
@@ -26,6 +26,7 @@ class DeviceOptimWrapper(OptimWrapper):
     ``clip_grad`` reads the norm at once, which costs a lazy device an execution.
     """
 
+    lost: Optional[str] = 'clipping costs a lazy device an execution'
     _logs_later = False
     #: The norms that are still on the device.
     _norms: Tuple[Tensor, ...] = ()

@@ -14,6 +14,7 @@ class DeviceIterBasedTrainLoop(IterBasedTrainLoop):
     with a ``run`` of its own drops none, unless that calls ``super().run()``.
     """
 
+    lost = 'a resumed run may train on other batches'
     #: Whether MMEngine's ``run`` was entered.
     runs_as_mmengine = False
 

@@ -28,6 +28,8 @@ class DeviceLogProcessor(LogProcessor):
         **options: Those of :class:`mmengine.runner.LogProcessor`.
     """
 
+    lost = 'the log has no memory of other devices than CUDA, and losses are not averaged'
+
     def __init__(self, average_losses: bool = False, **options: Any) -> None:
         super().__init__(**options)
         if not isinstance(average_losses, bool):

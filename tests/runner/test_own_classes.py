@@ -98,9 +98,18 @@ class PastOurs(IterTimerHook):
         Hook.__init__(self)
 
 
-def test_a_constructor_that_passes_ours_by_is_refused():
-    with pytest.raises(DevPlugError, match=r'PastOurs: .* Expected super\(\).__init__'):
-        type('Own', (ours_for(PastOurs),), {})()
+class AmpPastOurs(AmpOptimWrapper):
+    def __init__(self):
+        self.mine = True
+
+
+def test_a_constructor_that_passes_ours_by_leaves_the_class_or_is_refused(monkeypatch):
+    messages = []
+    monkeypatch.setattr(registry, 'log_warning', messages.append)
+    assert type(ours_for(PastOurs)()) is PastOurs
+    assert 'PastOurs: its constructor does not call super().__init__()' in messages[0]
+    with pytest.raises(DevPlugError, match=r'AmpPastOurs: .* Expected super\(\).__init__'):
+        ours_for(AmpPastOurs)()
 
 
 # runners -------------------------------------------------------------------------------------
