@@ -167,6 +167,13 @@ class DevicePlan:
                 continue
             found, planned = tensors[name].device, self.device_of(name)
             if not same_device(found, planned):
+                owner = name.rpartition('.')[0]
+                if not hasattr(model.get_submodule(owner), '_dispatched'):
+                    raise PlacementError(
+                        f'{owner} of {type(model).__name__} is another module than at dispatch(): '
+                        f'it was replaced, and is on {found}, planned was {planned}. Replace it '
+                        f'before dispatch(), which makes a layer move its inputs.'
+                    )
                 raise PlacementError(
                     f'{name} of {type(model).__name__} is on {found}, planned was {planned}: '
                     f'something has moved it since dispatch(). Remove the call of to(), cpu() or '

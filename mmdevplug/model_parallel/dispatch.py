@@ -15,6 +15,7 @@ from mmdevplug.utils.logs import quiet
 
 from .device_plan import DevicePlan
 from .walk_modules import named_tensors, tied_names
+from .write_back import writing_back
 
 #: What OpenMMLab's models call on their heads instead of ``forward``, with tensors of other parts.
 METHODS = (
@@ -81,11 +82,16 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
             force_hooks=True,
         )
         place_by_plan(model, plan)
+    for part in model.modules():
+        if hasattr(part, '_hf_hook'):
+            _align_forward(part)
     for name in ('to', 'cuda', 'npu', 'mlu', 'musa', 'sdaa', 'neuron', 'xpu'):
         # accelerate's warn of a move, and a copy of the model would move the original.
         vars(model).pop(name, None)
     model._apply = functools.partial(_apply_in_place, model)
     align_methods(model, plan)
+    for part in model.modules():
+        part._dispatched = True
     model.device_plan, model.device_ties = plan, tied_names(named_tensors(model))
     return model
 
@@ -148,6 +154,26 @@ def _apply_in_place(
     return type(model)._apply(model, fn, *args, **options)
 
 
+def _align_forward(module: nn.Module) -> None:
+    """Have the caller's arguments get what accelerate's hook lets a module write into copies."""
+    hook = module._hf_hook
+    move = functools.partial(type(hook).pre_forward, hook)
+    module._old_forward = functools.partial(_forward_there, module, move, module._old_forward)
+    hook.pre_forward = _leave_arguments
+
+
+def _leave_arguments(_: nn.Module, *args: object, **kwargs: object) -> Tuple[Any, Any]:
+    return args, kwargs
+
+
+def _forward_there(
+    module: nn.Module, move: Any, forward: Any, *args: object, **kwargs: object
+) -> Any:
+    there, named = move(module, *args, **kwargs)
+    with writing_back((args, kwargs), (there, named)):
+        return forward(*there, **named)
+
+
 def align_methods(model: nn.Module, plan: DevicePlan) -> None:
     """Make other methods of modules that are on one device move their arguments there, too."""
     for module, device in _whole_modules(model, plan):
@@ -162,10 +188,10 @@ def _call_there(
 ) -> Any:
     from accelerate.utils import send_to_device
 
+    there, named = send_to_device(args, device), send_to_device(kwargs, device)
     # Not a bound method, which a copy of the module would share with the original.
-    return getattr(type(module), method)(
-        module, *send_to_device(args, device), **send_to_device(kwargs, device)
-    )
+    with writing_back((args, kwargs), (there, named)):
+        return getattr(type(module), method)(module, *there, **named)
 
 
 def _whole_modules(model: nn.Module, plan: DevicePlan) -> Iterator[Tuple[nn.Module, torch.device]]:
