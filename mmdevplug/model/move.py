@@ -150,7 +150,7 @@ def keep_parameters(model: nn.Module) -> Iterator[None]:
         if id(old) not in kept:
             kept[id(old)] = old if new is old or _take_over(old, new) else new
         place[name] = kept[id(old)]
-    _refer_to(model, {id(old): kept[id(old)] for old in held if kept[id(old)] is not old})
+    refer_to(model, {id(old): kept[id(old)] for old in held if kept[id(old)] is not old})
 
 
 def _take_over(old: Tensor, new: Tensor) -> bool:
@@ -181,7 +181,7 @@ def _carry_over(old: Tensor, new: Tensor) -> None:
             setattr(new, name, hooks)  # autograd then calls the hooks of this dictionary
 
 
-def _refer_to(model: nn.Module, new_of: Dict[int, Tensor]) -> None:
+def refer_to(model: nn.Module, new_of: Dict[int, Tensor]) -> None:
     """Replace tensors in attributes of modules, and in what hooks of parameters refer to."""
     if not new_of:
         return
@@ -298,7 +298,7 @@ def weights_on_host(module: nn.Module, accelerator: Accelerator) -> Iterator[Non
     for tensor, other in zip(here, others):
         vars(tensor).update(vars(other))
         _carry_over(other, tensor)
-    _refer_to(module, {id(r): tensor for r, tensor in zip(results, here) if r is not tensor})
+    refer_to(module, {id(r): tensor for r, tensor in zip(results, here) if r is not tensor})
 
 
 def _swap(some: Sequence[Tensor], others: Sequence[Tensor]) -> None:

@@ -1,6 +1,8 @@
-"""Compare which block the ranks are about to gather, before they do."""
+"""Compare which block the ranks are about to gather or to average, before they do."""
 
-from typing import Any, List
+import functools
+import zlib
+from typing import Any, Dict
 
 import torch
 from torch import distributed as torch_dist, nn
@@ -9,49 +11,71 @@ from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.annotations import AnyGroup
 
+from .written import groups_of
+
 #: Whether the engine of autograd runs, which may call blocks again (activation checkpointing).
-_in_backward = getattr(torch._C, '_current_graph_task_id', lambda: -1)
+in_backward = getattr(torch._C, '_current_graph_task_id', lambda: -1)
 
 
 class Agreement:
-    """Refuse a step in which ranks call different blocks, or a block different numbers of times.
+    """Refuse a step in which ranks call different blocks, or have gradients of different weights.
 
-    FSDP2 gathers the weights of a block when it is called, and looks at nothing else: blocks of
-    one shape would be mixed without a word, others end in an error of gloo or in waiting. One sum
-    of two numbers is sent for each block.
+    FSDP2 gathers the weights of a block when it is called, averages those gradients of it that
+    there are, and looks at nothing else: blocks of one shape would be mixed without a word, others
+    end in an error of gloo or in waiting. One sum of two numbers is sent for each.
 
     Args:
         model (nn.Module): Sharded.
-        blocks (list[str]): Names of the sharded blocks; ``''`` is the model.
+        blocks (dict[str, nn.Module]): The sharded modules by name; ``''`` is the model.
         group (ProcessGroup): The ranks that share the weights; it takes tensors of the host.
     """
 
-    def __init__(self, model: nn.Module, blocks: List[str], group: AnyGroup) -> None:
-        self._names, self._group = blocks, group
-        modules = dict(model.named_modules())
-        for number, name in enumerate(blocks):
-            hook: Any = lambda *_, number=number: self._compare(number)  # noqa: E731
-            modules[name].register_forward_pre_hook(hook, prepend=True)
+    def __init__(self, model: nn.Module, blocks: Dict[str, nn.Module], group: AnyGroup) -> None:
+        self._group = group
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        for name, block in blocks.items():
+            hook: Any = functools.partial(self._compare_call, f'at {name or "the model"}')
+            block.register_forward_pre_hook(hook, prepend=True)
+            for each in groups_of(block):
+                place = f'after the backward pass of {name or "the model"}'
+                each.post_backward = functools.partial(
+                    self._compare_gradients, place, each, each.post_backward
+                )
 
     def end_step(self) -> None:
         """Note that this rank has ended its step; all ranks call it."""
-        self._compare(len(self._names))
+        self._compare('at the end of its step')
 
-    def _compare(self, number: int) -> None:
-        if _in_backward() != -1:
-            return
+    def _compare_call(self, place: str, *_: object) -> None:
+        if in_backward() == -1:
+            self._compare(place)
+
+    def _compare_gradients(self, place: str, group: Any, average: Any, *_: object) -> None:
+        weights = [(each, getattr(each, '_unsharded_param', None)) for each in group.fsdp_params]
+        without = [
+            self._names[id(each.sharded_param)]
+            for each, weight in weights
+            if weight is not None and weight.requires_grad
+            if weight.grad is None and each.unsharded_accumulated_grad is None
+        ]
+        if len(without) < sum(each.sharded_param.requires_grad for each, _ in weights):
+            place += f', without gradients of {", ".join(without)}' * bool(without)
+        else:
+            place += ', without any gradient'
+        self._compare(place)
+        average()
+
+    def _compare(self, place: str) -> None:
+        number = zlib.crc32(place.encode())
         both = torch.tensor([number, -number])
         torch_dist.all_reduce(both, torch_dist.ReduceOp.MAX, group=self._group)
         if both[0] == -both[1]:
             return
-        here = [*self._names, None][number]
-        places = [
-            'at the end of its step' if name is None else f'at {name or "the model"}'
-            for name in gather_json(here, self._group)
-        ]
-        told = '; '.join(f'rank {rank} is {place}' for rank, place in enumerate(places))
+        places = [text[:300] for text in gather_json(place, self._group)]
+        told = '; '.join(f'rank {rank} is {text}' for rank, text in enumerate(places))
         raise ModelError(
-            f'sharding gathers the weights of a block when all ranks call it, and they are at '
-            f'different ones: {told}. Let no sample choose the blocks of the model, or how often '
-            f'they are called; or call the others with no effect; or train without sharding.'
+            f'sharding gathers the weights of a block when all ranks call it, and averages '
+            f'gradients that all ranks have; and they are at different places: {told}. Let no '
+            f'sample choose the blocks of the model, or how often they are called; or call the '
+            f'others with no effect (add 0 * the sum of their outputs); or train without sharding.'
         )

@@ -1,9 +1,10 @@
 """Build and initialize a model whose whole weights only rank 0 holds, on the host."""
 
 import copy
+import functools
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import torch
 from torch import Tensor, distributed as torch_dist, nn
@@ -12,8 +13,10 @@ from mmdevplug.accelerators import DeviceContext
 from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.coalesced import broadcast_tensors
+from mmdevplug.errors import ModelError
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .states import CopyingWhole, is_sharded
 
@@ -83,8 +86,18 @@ def place(module: nn.Module, context: DeviceContext) -> None:
 
 def keep_whole(model: nn.Module) -> Optional[nn.Module]:
     """On rank 0, copy the modules of a model that is about to be sharded, not its weights."""
-    weights: Dict[int, Any] = {id(each): each for each in model.parameters()}
-    return copy.deepcopy(model, weights) if torch_dist.get_rank() == 0 else None
+    if torch_dist.get_rank() > 0:
+        return None
+    copies = {part: object.__new__(type(part)) for part in model.modules()}
+    made: Dict[int, Any] = {id(each): each for each in model.parameters()}
+    made.update((id(part), copied) for part, copied in copies.items())
+    for part, copied in copies.items():
+        for name, value in vars(part).items():
+            try:
+                vars(copied)[name] = copy.deepcopy(value, made)
+            except (TypeError, RuntimeError, copy.Error):  # a lock, or a tensor with a gradient
+                vars(copied)[name] = value
+    return copies[model]
 
 
 def initialize(model: nn.Module, whole: Optional[nn.Module], context: DeviceContext) -> None:
@@ -93,12 +106,22 @@ def initialize(model: nn.Module, whole: Optional[nn.Module], context: DeviceCont
     Random numbers are drawn for whole weights, in the order of one process: so are the values.
     """
     values: Dict[str, Any] = {}
+    hooked = False
     with drawing_as_first_rank():
         if whole is not None:
             with safe_loading('named in init_cfg', forced=False):
+                before = _hooks(whole)
                 getattr(whole, 'init_weights', list)()
+                hooked = _hooks(whole) != before
             values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
-    trained = gather_json([name for name, each in values.items() if each.requires_grad])[0]
+    trained = [name for name, each in values.items() if each.requires_grad]
+    trained, hooked = gather_json([trained, hooked])[0]
+    if hooked:
+        raise ModelError(
+            'sharding: init_weights registers hooks, and it is called with a copy of the model, '
+            'before its weights are sharded. Register hooks of modules in the constructor; '
+            'sharded weights take none.'
+        )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         missing = torch.empty(tensor.shape, dtype=tensor.dtype, device='meta')
         value = _on_device(values.pop(name, missing), context.device).detach()
@@ -106,3 +129,54 @@ def initialize(model: nn.Module, whole: Optional[nn.Module], context: DeviceCont
         with torch.no_grad(), CopyingWhole():
             tensor.copy_(value)
         tensor.requires_grad_(name in trained)
+
+
+def has_hooks(weight: Any) -> bool:
+    """Whether code is registered to be called with the gradient of a weight."""
+    return bool(weight._backward_hooks or getattr(weight, '_post_accumulate_grad_hooks', None))
+
+
+def _hooks(model: nn.Module) -> Any:
+    kinds = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
+    parts = [[len(vars(part).get(kind, ())) for kind in kinds] for part in model.modules()]
+    return parts, [name for name, each in model.named_parameters() if has_hooks(each)]
+
+
+def share_plain_tensors(model: nn.Module, whole: nn.Module, context: DeviceContext) -> None:
+    """Give all ranks the tensors that are attributes of modules of rank 0, such as masks.
+
+    Elsewhere they may be on the meta device, or drawn after numbers that were not.
+    """
+    made: Dict[int, Tensor] = {}
+    places = []
+    for name, part in whole.named_modules():
+        for attribute, value in vars(part).items():
+            here = [] if attribute in _SLOTS else [*filter(_is_plain, tensors_in(value))]
+            for each in here:
+                made.setdefault(id(each), each.detach().contiguous())
+            if here:
+                places.append((name, attribute, [[*made].index(id(each)) for each in here]))
+    sizes = [[list(each.shape), str(each.dtype)[len('torch.') :]] for each in made.values()]
+    places, sizes = gather_json([places, sizes])[0]
+    if torch_dist.get_rank() == 0:
+        values = [each.to(context.device) for each in made.values()]
+    else:
+        of = dict(device=context.device)
+        values = [torch.empty(shape, dtype=getattr(torch, kind), **of) for shape, kind in sizes]
+    broadcast_tensors(values, context.accelerator)
+    values = [each.cpu() for each in values]
+    for name, attribute, numbers in places:
+        attributes, given = vars(model.get_submodule(name)), [values[number] for number in numbers]
+        take = functools.partial(_take_next, given)
+        attributes[attribute] = replace_parts(attributes.get(attribute, given[0]), take)
+
+
+def _take_next(given: List[Tensor], here: Tensor) -> Tensor:
+    return given.pop(0) if _is_plain(here) else here
+
+
+_SLOTS = ('_parameters', '_buffers', '_modules')
+
+
+def _is_plain(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)

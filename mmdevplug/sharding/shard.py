@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from mmdevplug.accelerators import DeviceContext
 from mmdevplug.accelerators.backend import takes_host_tensors
 from mmdevplug.config.sharding import ShardingOptions
+from mmdevplug.device_guard.explain import describe_place
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.nonfinite import FinitePolicy, names_of_nonfinite
 from mmdevplug.distributed.staged_groups import staged_counterpart
 from mmdevplug.errors import ModelError, first_line
 from mmdevplug.fault_tolerance.failure import fail_together
-from mmdevplug.model.move import set_preprocessor_devices
+from mmdevplug.model.move import refer_to, set_preprocessor_devices
 from mmdevplug.model.norm_layers import check_sync_bn, convert_norm_layers
 from mmdevplug.model.running_stats import keep_running_statistics
 from mmdevplug.staged.host_buffers import pins_memory
@@ -29,8 +30,16 @@ from mmdevplug.utils.host import keep_freed_memory
 from mmdevplug.utils.torch_compat import is_at_least
 
 from .agreement import Agreement
-from .build import build_without_weights, initialize, keep_whole, place
+from .build import (
+    build_without_weights,
+    has_hooks,
+    initialize,
+    keep_whole,
+    place,
+    share_plain_tensors,
+)
 from .states import CopyingWhole, copy_shards, is_sharded, shard_optimizer_state
+from .written import WrittenWeights, gather_for_backward
 
 
 class Sharding:
@@ -110,28 +119,41 @@ class Sharding:
         policy = fsdp.MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
         kept = fsdp.CPUOffloadPolicy(pins_memory(device.type)) if offload else fsdp.OffloadPolicy()
         wrap: Any = functools.partial(fsdp.fully_shard, mesh=mesh, offload_policy=kept)
-        modules, blocks = dict(model.named_modules()), find_blocks(model, options.blocks)
-        for block in [modules[name] for name in reversed(blocks)]:  # inner ones first
+        modules, found = dict(model.named_modules()), find_blocks(model, options.blocks)
+        blocks = {name: modules[name] for name in ('', *found)}
+        before = [
+            (slots, n, p)
+            for part in blocks[''].modules()
+            for slots in [part._parameters]
+            for n, p in slots.items()
+        ]
+        for block in [*blocks.values()][:0:-1]:  # inner ones first
             place(block, context)
             wrap(block, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
         place(model, context)
         wrap(model, mp_policy=replace(policy, output_dtype=full))
-        for part in (model, *(modules[name] for name in blocks)):
+        for part in blocks.values():
             part.unshard()  # once outside of inference mode, or weights could not be trained
             part.reshard()
+            gather_for_backward(part)
+        refer_to(model, {id(weight): place[name] for place, name, weight in before})
+        if self._whole is None and runner._train_loop is None:
+            share_plain_tensors(model, model, context)
         set_preprocessor_devices(model, device)
+        written = WrittenWeights(model, blocks)
         model.register_forward_hook(_free_unless_training)
         agreement = None
         if takes_host_tensors():
-            agreement = Agreement(model, ['', *blocks], mesh.get_group(mesh.ndim - 1))
+            agreement = Agreement(model, blocks, mesh.get_group(mesh.ndim - 1))
         for step in ('train_step', 'val_step', 'test_step'):
-            setattr(model, step, functools.partial(_run_step, model, step, agreement))
-        print_log(f'sharding: {len(blocks)} blocks over {ranks} of {world_size} ranks.', 'current')
+            setattr(model, step, functools.partial(_run_step, model, step, written, agreement))
+        print_log(f'sharding: {len(found)} blocks over {ranks} of {world_size} ranks.', 'current')
         return model
 
     def initialize(self, model: nn.Module, context: DeviceContext) -> None:
         """Initialize the weights as one process does."""
         initialize(model, self._whole, context)
+        share_plain_tensors(model, self._whole or model, context)
         self._whole = None
 
     def watch(self, optim_wrapper: Any, model: nn.Module) -> None:
@@ -168,21 +190,38 @@ def _refuse(found: object, text: str) -> None:
 
 
 def _run_step(
-    model: nn.Module, step: str, agreement: Optional[Agreement], *args: object, **kwargs: object
+    model: nn.Module,
+    step: str,
+    written: WrittenWeights,
+    agreement: Optional[Agreement],
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     with fail_together('training' if step == 'train_step' else 'evaluation'):
+        written.check()
         try:
             result = getattr(type(model), step)(model, *args, **kwargs)
-            if agreement is not None:
-                agreement.end_step()
-            return result
         except RuntimeError as error:
+            at = f'{first_line(error)[:80]}{describe_place(error, model)}'
             _refuse(
                 'mixed torch.Tensor and DTensor' in str(error),
-                f'gathers weights when their block is called, and these were read before: '
-                f'{first_line(error)[:80]} Name in sharding.blocks what is called',
+                f'has whole weights while the module that holds them is called, and these were '
+                f'read outside of it. For a penalty on weights in the loss, set weight_decay of '
+                f'the optimizer, or compute it in the forward of each block; name in '
+                f'sharding.blocks a part that a step calls by itself, as test-time augmentation '
+                f'does: {at}',
+            )
+            _refuse(
+                'meta tensor' in str(error) or 'device meta' in str(error),
+                f'builds the model without values on all ranks but the first, and a tensor that '
+                f'is neither a parameter, nor a buffer, nor an attribute of a module was made '
+                f'there. Make it a buffer, self.register_buffer(...): {at}',
             )
             raise
+        written.check()
+        if agreement is not None:
+            agreement.end_step()
+        return result
 
 
 def _free_unless_training(model: nn.Module, *_: object) -> None:
@@ -232,7 +271,7 @@ def _check_gradients(optimizer: Optimizer, names: Mapping[int, str], optim_wrapp
 def _check_parameters(model: nn.Module) -> None:
     _refuse(is_model_wrapper(model), f'of a {type(model).__name__}. Pass the model inside of it')
     problems = [f'{n} has no dimension' for n, p in model.named_parameters() if p.dim() == 0]
-    problems += [f'{n} has a hook' for n, p in model.named_parameters() if p._backward_hooks]
+    problems += [f'{n} has a hook' for n, p in model.named_parameters() if has_hooks(p)]
     problems += [f'{n} has sparse=True' for n, m in model.named_modules() if vars(m).get('sparse')]
     _refuse(
         problems,

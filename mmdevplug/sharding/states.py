@@ -2,7 +2,6 @@
 
 import copy
 import os
-import pickle
 from typing import Any, Dict, Optional
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.pytree import replace_parts
+from mmdevplug.utils.shard_index import reader_of_shards
 
 try:
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -17,11 +17,6 @@ try:
 except ImportError:  # before PyTorch 2.5
     DTensor, Mode = None, object
 
-#: Classes in the index of a folder of shards; those of bytes would be unpickled without limits.
-_OF_INDEX = (
-    *('Metadata', 'StorageMeta', 'MetadataIndex', 'TensorStorageMetadata', 'TensorProperties'),
-    *('ChunkStorageMetadata', '_MEM_FORMAT_ENCODING'),
-)
 #: In place of a tensor that is in a folder: its name there.
 SHARD = 'shard'
 
@@ -116,45 +111,6 @@ def collect_states(state: Any, folder: Optional[str], part: str) -> Any:
     return collected
 
 
-def _reader(folder: str) -> Any:
-    """PyTorch's reader of a folder of shards, which builds nothing but parts of such an index."""
-    from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata as parts
-
-    known = {
-        *((parts.__name__, name) for name in _OF_INDEX),
-        (filesystem.__name__, '_StorageInfo'),
-        *((module, 'PosixPath') for module in ('pathlib', 'pathlib._local')),
-        *(('torch', 'Size'), ('torch.serialization', '_get_layout')),
-    }
-
-    def member(kind: Any, name: str) -> Any:
-        return parts._MEM_FORMAT_ENCODING[name]
-
-    class Index(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            if (module, name) == ('builtins', 'getattr'):
-                return member  # how Python before 3.11.4 pickles a member of an enumeration
-            is_dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
-            if (module, name) in known or is_dtype:
-                return super().find_class(module, name)
-            raise CheckpointError(
-                f'{folder}/.metadata names {module}.{name}, which no index of shards holds and '
-                f'which could run code. It was not written by mmdevplug: do not load it.'
-            )
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            with open(os.path.join(folder, '.metadata'), 'rb') as file:
-                found = Index(file).load()
-            found.storage_meta.load_id = self.load_id
-            for place in found.storage_data.values():
-                if os.path.basename(place.relative_path) != place.relative_path:
-                    raise CheckpointError(f'{folder}/.metadata names {place.relative_path!r}.')
-            return found
-
-    return Reader(folder)
-
-
 def attach_shards(states: Dict[str, Any], folder: str, model: nn.Module) -> None:
     """Read the tensors of a checkpoint from its folder, sharded like the parameters of a model."""
     from torch.distributed import checkpoint
@@ -177,6 +133,6 @@ def attach_shards(states: Dict[str, Any], folder: str, model: nn.Module) -> None
     for part in filter(states.__contains__, ('state_dict', 'optimizer')):
         shards.clear()
         states[part] = take(states[part])
-        reader = _reader(os.path.join(folder, part))
+        reader = reader_of_shards(os.path.join(folder, part))
         reader.read_metadata()  # PyTorch hides its errors in those of the collective that follows
         checkpoint.load(shards, storage_reader=reader)

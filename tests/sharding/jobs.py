@@ -1,7 +1,10 @@
 """Sharded trainings of real models, whose losses and weights are compared with one process."""
 
+import copy
 import os
+import threading
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import torch
 from mmengine.model import BaseModel
@@ -10,6 +13,7 @@ from torch import distributed as torch_dist, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmdevplug.distributed.byte_exchange import gather_json
+from mmdevplug.sharding.states import is_sharded
 from tests import parallel_jobs
 from tests.jobs import install_card
 from tests.parallel_jobs import MODELS_OF, SAMPLES, SpreadLlama, build, seeded
@@ -77,6 +81,76 @@ class ShardedTwice(BaseModel):
         loss, log = self.parse_losses(dict(loss=first + second))
         optim_wrapper.update_params(loss)
         return log
+
+
+class ShardedView(nn.Module):
+    """A block that returns an object with a view, and a lock."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.utils.weight_norm(nn.Linear(width, width))
+        self.lock, self.given = threading.Lock(), []
+
+    def forward(self, x):
+        with self.lock:
+            return SimpleNamespace(out=(x + self.linear(x).tanh()).unsqueeze(0).squeeze(0))
+
+
+class ShardedViews(ShardedView):
+    def forward(self, x):
+        return super().forward(x).out
+
+
+@MODELS.register_module()
+class ShardedOwnWays(BaseModel):
+    """Weights that the step writes to in four ways, tensors that are attributes, lists, a lock."""
+
+    def __init__(self, width=16, data_preprocessor=None):
+        super().__init__(data_preprocessor)
+        self.stem = nn.Linear(3 * 8 * 8, width)
+        self.blocks = nn.ModuleList([*(ShardedBlock(width) for _ in range(3))])
+        self.views = nn.ModuleList([ShardedViews(width), ShardedViews(width)])
+        self.hidden = nn.ModuleList([ShardedView(width), ShardedView(width)])
+        self.head = nn.Linear(width, 4)
+        self.teachers = nn.ModuleList(copy.deepcopy(self.head) for _ in range(4))
+        self.teachers.requires_grad_(False)
+        self.mask = (self.head.weight.detach() > 0).float() * 0.5
+        self.masks = [self.mask, dict(noise=torch.randn(4))]
+        self.held = [self.stem.weight, self.stem.bias]
+
+    def init_weights(self):
+        nn.init.trunc_normal_(self.stem.weight, std=0.1)
+        self.late = self.stem.weight.detach()[:4].sum(1) / 100
+
+    @torch.no_grad()
+    def average(self):
+        one, two, three, four = self.teachers
+        one.weight.lerp_(self.head.weight, 0.1)
+        two.weight.data.mul_(0.9).add_(self.head.weight.data, alpha=0.1)
+        three.weight.data = three.weight.data * 0.9 + self.head.weight.data * 0.1
+        four.bias.copy_(self.head.bias)
+        nn.utils.vector_to_parameters(four.weight.flatten() * 0.5, [four.weight])
+
+    def forward(self, inputs, labels, mode='tensor'):
+        if mode == 'loss':
+            self.average()
+        x = self.stem(inputs.flatten(1))
+        for block in self.blocks:
+            x = block(x)
+        for block in self.views:
+            x = block(x)
+            x += 0.1
+        for block in self.hidden:
+            x = block(x).out
+            x *= 0.9
+        assert self.held[0] is self.stem.weight or is_sharded(self.held[0])
+        mask, (_, more) = self.mask.to(x.device), self.masks
+        shift = more['noise'].to(x.device) + self.late.to(x.device)
+        logits = nn.functional.linear(x, self.head.weight * mask, self.head.bias) + shift
+        if mode != 'loss':
+            return logits.argmax(1)
+        far = sum((teacher(x) - logits).square().mean() for teacher in self.teachers)
+        return dict(loss=nn.functional.cross_entropy(logits, labels) + far)
 
 
 def scene_model(backbone, head):
@@ -208,6 +282,7 @@ class ShardedObjects(torch.utils.data.Dataset):
 
 MODELS_OF.update(
     twice=(lambda: dict(type='ShardedTwice'), 'SpreadImages', 'default_collate'),
+    own_ways=(lambda: dict(type='ShardedOwnWays'), 'SpreadImages', 'default_collate'),
     lora=(lambda: dict(type='ShardedLlama'), 'SpreadTokens', 'default_collate'),
     segformer=(segformer, 'SpreadScenes', 'pseudo_collate'),
     vit=(vit, 'SpreadScenes', 'pseudo_collate'),

@@ -11,7 +11,7 @@ from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.sharding.blocks import find_blocks
 from tests.columns import lazy
 from tests.parallel_jobs import build
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
 
 from . import jobs
 from .jobs import train
@@ -30,6 +30,53 @@ class ShardedOddly(BaseModel):
     def forward(self, inputs, labels, mode='tensor'):
         rank = torch.distributed.get_rank()
         return dict(loss=(self.scale * self.heads[rank](inputs.flatten(1))).square().mean())
+
+
+class Holder:
+    """An object of a model that has a tensor."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+@MODELS.register_module()
+class ShardedMistaken(BaseModel):
+    """Blocks, and something that sharding cannot obey."""
+
+    def __init__(self, fault, data_preprocessor=None):
+        super().__init__(data_preprocessor)
+        self.fault, self.stem = fault, nn.Linear(3 * 8 * 8, 8)
+        self.blocks = nn.ModuleList(jobs.ShardedBlock(8) for _ in range(3))
+        self.hidden = Holder(self.stem.bias.detach() * 2)
+        if fault == 'accumulated':
+            self.stem.weight.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+
+    def init_weights(self):
+        if self.fault == 'late hook':
+            self.blocks[0].register_forward_hook(lambda *_: None)
+        if self.fault == 'late hook of a weight':
+            self.stem.weight.register_hook(torch.zeros_like)
+
+    def forward(self, inputs, labels, mode='tensor'):
+        weight = self.blocks[1].first.weight
+        x = self.stem(inputs.flatten(1))
+        if self.fault == 'data':
+            weight.data = weight.data * 0.5
+        if self.fault == 'vector':
+            length = weight.numel()
+            nn.utils.vector_to_parameters(torch.zeros(length), [weight])
+        if self.fault == 'object':
+            x = x + self.hidden.value
+        for block in self.blocks:
+            x = block(x)
+        loss = x.square().mean()
+        if self.fault == 'penalty':
+            loss = loss + sum(each.square().sum() for each in self.parameters())
+        return dict(loss=loss)
+
+
+def mistaken(fault):
+    return dict(model=dict(_delete_=True, type='ShardedMistaken', fault=fault))
 
 
 CASES = dict(
@@ -59,13 +106,19 @@ CASES = dict(
             train_dataloader__collate_fn__type='pseudo_collate',
             default_scope='mmseg',
         ),
-        'Name in sharding.blocks what is called',
+        'name in sharding.blocks a part that a step calls by itself',
     ),
     scalar=(dict(model=dict(_delete_=True, type='ShardedOddly', scalar=True)), 'no dimension'),
     gradients=(
         dict(model=dict(_delete_=True, type='ShardedOddly')),
-        'averages gradients that all ranks have',
+        'without gradients of heads.1.weight, heads.1.bias; rank 1 is after',
     ),
+    accumulated=(mistaken('accumulated'), 'stem.weight has a hook'),
+    late_hook=(mistaken('late hook'), 'init_weights registers hooks'),
+    late_weight=(mistaken('late hook of a weight'), 'init_weights registers hooks'),
+    data=(mistaken('data'), 'assigned to the .data of blocks.1.first.weight'),
+    vector=(mistaken('vector'), 'assigned to the .data of blocks.1.first.weight'),
+    penalty=(mistaken('penalty'), 'set weight_decay of the optimizer'),
 )
 
 
@@ -87,6 +140,20 @@ def test_what_cannot_be_sharded_is_refused(name, tmp_path):
     for said in run_ranks(refuse, 2, 'cpu', str(tmp_path), options, together=True):
         assert 'sharding' in said
         assert expected in said
+
+
+def refuse_and_write(path):
+    said = refuse('cpu', path, mistaken('object'))
+    with open(f'{path}/said by rank 1', 'w') as file:
+        file.write(said)
+
+
+def test_a_tensor_that_other_ranks_do_not_have_is_named(tmp_path):
+    with pytest.raises(RanksFailed):  # the first rank has it, and is ended
+        run_ranks(refuse_and_write, 2, str(tmp_path))
+    said = (tmp_path / 'said by rank 1').read_text()
+    assert 'Make it a buffer, self.register_buffer(...)' in said
+    assert 'x = x + self.hidden.value' in said
 
 
 @pytest.mark.parametrize('accelerator', [lazy('lazy')])
@@ -115,7 +182,7 @@ def call_a_part(work_dir):
 
 def test_a_step_that_calls_parts_of_the_model_is_refused(tmp_path):
     for said in run_ranks(call_a_part, 2, str(tmp_path), together=True):
-        assert 'Name in sharding.blocks what is called' in said
+        assert 'name in sharding.blocks a part that a step calls by itself' in said
 
 
 def test_one_process_trains_without_sharding(tmp_path):

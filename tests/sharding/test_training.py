@@ -26,6 +26,7 @@ CASES = dict(
         True,
         dict(optim_wrapper__accumulative_counts=2, optim_wrapper__optimizer=ADAM),
     ),
+    own_ways=('own_ways', True, {}),
     lora=('lora', dict(reshard_after_forward=False), {}),
     # Its normalization takes biases away again: AdamW would make steps of rounding.
     segformer=(
@@ -38,7 +39,7 @@ CASES = dict(
     bn=('classifier', True, dict(sync_bn='auto', custom_hooks=EMA[:1])),
 )
 #: Those without a repository of models to import.
-FEW = ['twice', 'llama', 'bn']
+FEW = ['twice', 'llama', 'bn', 'own_ways']
 
 
 def compare(names, world_size, device, tmp_path, **sharding):
@@ -106,14 +107,14 @@ needs_card = pytest.mark.skipif(
 @pytest.mark.operators
 @pytest.mark.parametrize('device', ['streams', NATIVE])
 def test_cards_train_as_one_process(device, tmp_path):
-    compare(['twice', 'segformer', 'vit'], 2, device, tmp_path)
+    compare(['twice', 'own_ways', 'segformer', 'vit'], 2, device, tmp_path)
 
 
 @needs_card
 @pytest.mark.operators
 @pytest.mark.parametrize(('device', 'ranks'), [('streams', 2), (NATIVE, 2), (NATIVE, 1)])
 def test_weights_on_the_host_train_as_one_process(device, ranks, tmp_path):
-    names = ['twice', 'segformer', 'bn']
+    names = ['twice', 'own_ways', 'segformer', 'bn']
     for of_rank in compare(names, 2, device, tmp_path, ranks=ranks, offload=True):
         assert {tuple(each['devices']) for each in of_rank} == {('cpu',)}
 
