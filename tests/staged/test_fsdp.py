@@ -65,9 +65,24 @@ def train(device_type, folder):
     checkpoint.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
     loaded = whole(other)
+    if device_type != NATIVE:  # whose own group takes no tensors of the host
+        loaded = load_as_others_do(model, shard(device), f'{folder}-later') or loaded
     torch_dist.barrier()
     torch_dist.destroy_process_group()
     return trained, loaded
+
+
+def load_as_others_do(model, other, folder):
+    """Save in the background, and load what rank 0 alone has read."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    checkpoint.async_save(model.state_dict(), checkpoint_id=folder).result()
+    state = build().state_dict()
+    checkpoint.load(state, checkpoint_id=folder)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, state if torch_dist.get_rank() == 0 else {}, options=options)
+    return whole(other)
 
 
 def alone(ranks):
