@@ -3,12 +3,18 @@
 import argparse
 import multiprocessing
 import os
+import shutil
 import signal
+import socket
 import tempfile
+import threading
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import forkserver
 from typing import Any, List
+
+import psutil
 
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.launch_options import COUNTED, LaunchOptions
@@ -17,7 +23,7 @@ from mmdevplug.environments.loopback import addresses_between, loopback_store
 from mmdevplug.environments.torchrun import AGENT, ELASTIC
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.fault_tolerance.ended_ranks import SIGNALS, describe_end, silence_torchrun
-from mmdevplug.utils.host import usable_cores
+from mmdevplug.utils.host import memory_kills, usable_cores
 
 from . import say
 from .common import load_config
@@ -26,6 +32,8 @@ from .ranks import run_rank
 
 #: How long ranks may take to save and end after a signal, where PyTorch leaves that open.
 SAVE_SECONDS = 300
+#: How long a signal may wait for Python, while PyTorch waits for other hosts.
+STUCK_SECONDS = 0.5
 
 
 def launch(module: str, argv: List[str], args: argparse.Namespace) -> None:
@@ -73,14 +81,7 @@ def _run_ranks(
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    def end(number: int, _: Any) -> None:
-        raise SignalException('', sigval=signal.Signals(number))
-
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, end)
-        elif number == signal.SIGHUP:  # under nohup, which PyTorch overrides
-            signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    _Signals(folder)
     store = None
     if not settings.several_hosts:
         # By itself PyTorch's store listens on every interface, and answers whoever connects.
@@ -95,6 +96,7 @@ def _run_ranks(
     if not verbose:
         silence_torchrun(say if config.max_restarts else None)
     others = set(multiprocessing.active_children())  # of a script that calls this
+    kills = memory_kills()
     try:
         if settings.elastic:
             here, host = addresses_between(str(settings.master_addr))
@@ -115,8 +117,9 @@ def _run_ranks(
             for process in set(multiprocessing.active_children()) - others:
                 process.kill()
                 process.join()
+            _end_orphans()
     except ChildFailedError as error:
-        status, text = describe_end(error, folder)
+        status, text = describe_end(error, folder, kills)
         say(text)
         return status
     except SignalException as error:
@@ -133,6 +136,60 @@ def _run_ranks(
         ) from error
     del store
     return 0
+
+
+def _end_orphans() -> None:
+    """End what ranks of this job have left, such as workers of data loaders that hang.
+
+    These have the variables of the job and the session of this command, and no parent in it.
+    """
+    session = os.getsid(0)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it has ended, or is another user's
+            if os.getsid(process.pid) != session or process.environ().get(AGENT) != str(
+                os.getpid()
+            ):
+                continue
+            if os.getpid() not in (process.pid, *(each.pid for each in process.parents())):
+                process.kill()
+
+
+class _Signals:
+    """End this command at a signal, also while PyTorch waits for other hosts.
+
+    Python calls a handler when a call into PyTorch returns, which may take as long as the hosts
+    may take to come. A thread is told by the kernel at once.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._seen = folder, threading.Event()
+        self._told, told = socket.socketpair()
+        told.setblocking(False)
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._end)
+            elif number == signal.SIGHUP:  # under nohup, which PyTorch overrides
+                signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+        signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
+        threading.Thread(target=self._wait, name='mmdevplug-signals', daemon=True).start()
+
+    def _end(self, number: int, _: Any) -> None:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        self._seen.set()
+        raise SignalException('', sigval=signal.Signals(number))
+
+    def _wait(self) -> None:
+        for byte in iter(lambda: self._told.recv(1), b''):
+            # Once ranks run, PyTorch has handlers of its own, and waits in Python.
+            ours = byte[0] in SIGNALS and signal.getsignal(byte[0]) == self._end
+            if not ours or self._seen.wait(STUCK_SECONDS):
+                continue
+            say(f'ended by {signal.Signals(byte[0]).name}.')
+            for process in multiprocessing.active_children():
+                process.kill()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os._exit(128 + byte[0])
 
 
 # before ------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import os
 import struct
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-import psutil
 import torch
 from torch import Tensor, distributed as torch_dist
 
@@ -20,6 +19,7 @@ from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import known_to_all
 from mmdevplug.utils.annotations import AnyGroup
+from mmdevplug.utils.host import available_memory
 from mmdevplug.utils.torch_compat import get_global_rank
 
 from .wire import to_bytes, to_tensor
@@ -129,7 +129,7 @@ def _check(tags: Sequence[str], sizes: Sequence[int], limit: int, group: AnyGrou
 def _free_memory(group: AnyGroup) -> int:
     """The bytes of host memory that each rank may fill, the smallest over all ranks."""
     sharers = int(os.environ.get('LOCAL_WORLD_SIZE', 0)) or torch_dist.get_world_size(group)
-    free = torch.tensor([psutil.virtual_memory().available // sharers])
+    free = torch.tensor([available_memory().available // sharers])
     return int(min(all_gather(free.to(group_device(group)), group)))
 
 

@@ -1,6 +1,7 @@
 """Start torch.distributed on any accelerator, for every launcher of MMEngine."""
 
 import atexit
+import json
 import logging
 import os
 import socket
@@ -38,17 +39,33 @@ from mmdevplug.environments.launch_variables import (
     refuse_to_run_alone,
     restart_count,
 )
-from mmdevplug.environments.loopback import is_loopback, loopback_store
+from mmdevplug.environments.loopback import (
+    LOOPBACK,
+    addresses_between,
+    interface_of,
+    is_loopback,
+    loopback_store,
+)
 from mmdevplug.environments.stale import AGENT_VARIABLES, stale_variables_hidden, unset_line
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.fault_tolerance.abort import say
-from mmdevplug.fault_tolerance.failure import current_watch, enter_phase, watch_for_failures
+from mmdevplug.fault_tolerance.failure import (
+    current_watch,
+    enter_phase,
+    fail_together,
+    watch_for_failures,
+)
 from mmdevplug.fault_tolerance.failure_watch import REPORT_SECONDS
 from mmdevplug.fault_tolerance.heartbeat import COMPILING_SECONDS
-from mmdevplug.fault_tolerance.store_barrier import LEAVE_SECONDS, next_meeting, run_on_every_rank
+from mmdevplug.fault_tolerance.store_barrier import (
+    LEAVE_SECONDS,
+    next_meeting,
+    run_on_every_rank,
+    wait_until,
+)
 from mmdevplug.staged import group_base as staged
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.torch_compat import is_at_least
+from mmdevplug.utils.torch_compat import get_text, is_at_least, set_text
 
 _HELD_BY_TORCHRUN = (
     ' TORCHELASTIC_USE_AGENT_STORE=True says that torchrun holds the store; if torchrun did not '
@@ -268,11 +285,27 @@ def _start_group(
     timeout: timedelta,
     options: Dict[str, Any],
 ) -> None:
-    _use_loopback(env, backend)
     # torchrun's store outlives a process group; a second one would read the first's addresses.
     fresh = torch_dist.PrefixStore(next_meeting(store, env, 'group'), store)
     place = dict(store=fresh, rank=env.rank, world_size=env.world_size, timeout=timeout)
-    start = partial(torch_dist.init_process_group, backend, **place, **options)
+    by_gloo = 'gloo' in backend or backend == 'staged'
+
+    def start() -> None:
+        # The others wait inside of PyTorch for a rank that fails here.
+        with fail_together('process group'):
+            chosen = _choose_interface(store, env, timeout) if by_gloo else ''
+            try:
+                torch_dist.init_process_group(backend, **place, **options)
+            except RuntimeError as error:
+                if env.single_host or not by_gloo:
+                    raise
+                raise LaunchError(
+                    f'{env.describe()} on host {socket.gethostname()} cannot connect to the other '
+                    f'hosts over gloo{chosen}: {first_line(error)}. On each host set '
+                    f'GLOO_SOCKET_IFNAME to the interface whose address the others reach, e.g. '
+                    f'eth0; look at what their firewalls let through.'
+                ) from error
+
     # PyTorch lets one rank leave while others still connect: an error of rank 0 just after
     # would take the store from them.
     run_on_every_rank(store, env, 'process group', start, timeout)
@@ -391,15 +424,29 @@ def _connect(env: LaunchEnv, timeout: timedelta, holds: bool) -> Any:
             say(f'{env.describe()} has waited {now:.0f} s for the store at {place[0]}:{place[1]}.')
 
 
-def _use_loopback(env: LaunchEnv, backend: str) -> None:
-    """Keep gloo of a single-host job on the loopback interface.
+def _choose_interface(store: 'torch_dist.Store', env: LaunchEnv, timeout: timedelta) -> str:
+    """Have gloo use the interface that leads to the other ranks; return what a message says of it.
 
-    By itself gloo looks up the host's name, which fails on many machines and otherwise listens on
-    a network that the job does not need.
+    By itself gloo takes the address of the host's own name, which fails on many machines: Debian
+    and Ubuntu give it 127.0.1.1. A job of one host stays on the loopback interface.
     """
-    by_gloo = 'gloo' in backend or backend == 'staged'
-    if not by_gloo or not env.single_host or 'GLOO_SOCKET_IFNAME' in os.environ:
-        return
-    for _, name in socket.if_nameindex():
-        if name in ('lo', 'lo0'):
-            os.environ['GLOO_SOCKET_IFNAME'] = name
+    if 'GLOO_SOCKET_IFNAME' in os.environ:
+        return f' of GLOO_SOCKET_IFNAME={os.environ["GLOO_SOCKET_IFNAME"]}'
+    if env.single_host:
+        names = [name for _, name in socket.if_nameindex() if name in ('lo', 'lo0')]
+        address = LOOPBACK
+    else:
+        address, main = addresses_between(env.master_addr)
+        key = 'mmdevplug/main_address'
+        if not is_loopback(main) and address != main:
+            # Its own name may lead the main host to itself: another host knows its address.
+            set_text(store, f'{key}/text', json.dumps(main))
+            store.add(f'{key}/there', 1)
+        elif is_loopback(address):
+            wait_until(lambda: store.add(f'{key}/there', 0) > 0, timeout.total_seconds())
+            address = json.loads(get_text(store, f'{key}/text'))
+        names = [name for name in [interface_of(address)] if name is not None]
+    if not names:
+        return ''
+    os.environ['GLOO_SOCKET_IFNAME'] = names[0]
+    return f' of the interface {names[0]} ({address}), which leads to {env.master_addr}'

@@ -3,7 +3,9 @@
 import ipaddress
 import socket
 from datetime import timedelta
-from typing import Any, Tuple
+from typing import Any, Optional, Tuple
+
+import psutil
 
 from mmdevplug.errors import LaunchError
 
@@ -67,6 +69,14 @@ def loopback_store(
             raise
         store = torch_dist.TCPStore(address, port, None, True, use_libuv=False, **options)
     return port, store
+
+
+def interface_of(address: str) -> Optional[str]:
+    """The network interface of this host that has an address; None if none has it."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address.partition('%')[0] == address for each in found):
+            return name
+    return None
 
 
 def addresses_between(name: str) -> Tuple[str, str]:

@@ -9,12 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
-import psutil
-
 from mmdevplug.config.launch_options import ELASTIC_RESTARTS, LaunchOptions
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.byte_sizes import format_bytes
-from mmdevplug.utils.host import usable_cores
+from mmdevplug.utils.host import available_memory, usable_cores
 
 from .base import DEFAULT_PORT, Environment
 from .launch_variables import find_environment, refuse_to_stay_alone
@@ -193,11 +191,11 @@ def without_options(argv: List[str], options: Sequence[str]) -> List[str]:
 
 def check_room(wanted: int, say: Say) -> None:
     """Refuse more processes than memory holds, and warn of more than there are cores."""
-    available = psutil.virtual_memory().available
-    most = available // LEAST_BYTES_PER_RANK
+    memory = available_memory()
+    most = memory.available // LEAST_BYTES_PER_RANK
     if wanted > most:
         raise LaunchError(
-            f'--nproc={wanted}, but the memory that is available ({format_bytes(available)}) '
+            f'--nproc={wanted}, but the memory that is available ({memory}) '
             f'holds at most {most} processes of {format_bytes(LEAST_BYTES_PER_RANK)} '
             f'each, which PyTorch alone takes. Start fewer, or insist with --oversubscribe.'
         )

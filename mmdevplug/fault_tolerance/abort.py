@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -92,6 +93,8 @@ def abort(message: str, callbacks: Sequence[Callable[[], Any]] = ()) -> None:
     ending = threading.Thread(target=run, name='mmdevplug-abort', daemon=True)
     ending.start()
     ending.join(ABORT_SECONDS)
+    for child in multiprocessing.active_children():  # workers of data loaders, which may hang
+        child.kill()
     # A collective that hangs in the driver or in the kernel cannot be cancelled.
     os._exit(1)
 

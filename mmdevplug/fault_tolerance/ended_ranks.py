@@ -13,6 +13,9 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 import psutil
 
+from mmdevplug.utils.byte_sizes import format_bytes
+from mmdevplug.utils.host import available_memory, memory_kills
+
 from .abort import abort
 
 #: What a user, a scheduler or a terminal ends a job with.
@@ -21,7 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.
 _SERVER_GONE = 255
 
 
-def describe_end(error: Any, folder: str) -> Tuple[int, str]:
+def describe_end(error: Any, folder: str, kills: int = 0) -> Tuple[int, str]:
     """Return the exit status of a job, and which rank failed, in place of PyTorch's table.
 
     The rank that ended first may be one that stopped because of another.
@@ -29,16 +32,28 @@ def describe_end(error: Any, folder: str) -> Tuple[int, str]:
     Args:
         error (ChildFailedError): What PyTorch raised.
         folder (str): PyTorch's for logs, where ranks leave notes.
+        kills (int): Processes that the kernel had ended for memory when the job began.
     """
     rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
     asked = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
     who = f'rank {rank} (pid {failure.pid})'
     notes = _read_notes(Path(folder))
     own = [local for local, note in notes.items() if not note['because_of_another']]
-    if own:
+    killed = memory_kills() - kills
+    if killed > 0 and not own:
+        limit = available_memory().limit
+        allowed = '' if limit is None else f' ({format_bytes(limit)})'
+        text = (
+            f'the kernel ended {killed} process(es) because the memory of this container'
+            f'{allowed} ran out; {who} ended with them. Start fewer processes, with fewer workers '
+            f'and smaller batches, or raise the limit.'
+        )
+    elif own:
         number = own[0] + rank - failure.local_rank
         who = f'rank {number}' if own[0] != failure.local_rank else who
         text = f'{who} failed: {notes[own[0]]["message"]}'
+    elif failure.exitcode == _SERVER_GONE:
+        text = f'the process that ranks are forked from was killed; {who} and the others ended.'
     elif failure.local_rank in notes:
         text = f'{who} stopped because of another: {notes[failure.local_rank]["message"]}'
     elif os.path.isfile(failure.error_file):  # PyTorch's own, of an error outside of our code
@@ -47,8 +62,6 @@ def describe_end(error: Any, folder: str) -> Tuple[int, str]:
     elif failure.exitcode > 0 and asked in SIGNALS:
         text = f'{who} was asked to end by {signal.Signals(asked).name}: all ranks have ended.'
         return failure.exitcode, text
-    elif failure.exitcode == _SERVER_GONE:
-        text = f'the process that ranks are forked from was killed; {who} and the others ended.'
     elif failure.exitcode == -signal.SIGKILL:
         text = (
             f'{who} was ended by SIGKILL, which leaves no message of its own; the other ranks, if '

@@ -157,6 +157,8 @@ def run_on_every_rank(
     try:
         result = function()
     except Exception as caught:
+        if getattr(caught, '_mmdevplug_reported', False):
+            raise  # the others know, and may not come
         error = caught
     try:
         prefix = next_meeting(store, env, stage)

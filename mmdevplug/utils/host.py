@@ -2,7 +2,11 @@
 
 import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import Iterator, NamedTuple, Optional
+
+import psutil
 
 #: What ``mallopt`` of glibc sets: its number there, the setting, and a factor of a size. Blocks
 #: up to the first come from memory that was freed before; of that the second is kept, the third
@@ -12,6 +16,7 @@ _KEPT = ((-3, 'mmap_threshold', 1), (-1, 'trim_threshold', 8), (-2, 'top_pad', 2
 LARGEST = 32 << 20
 #: States of a process that has ended.
 GONE_STATES = ('Z', 'X', '-')
+CGROUPS = '/sys/fs/cgroup'
 
 
 def keep_freed_memory(largest: int = LARGEST) -> bool:
@@ -34,7 +39,7 @@ def keep_freed_memory(largest: int = LARGEST) -> bool:
     return done == len(_KEPT)
 
 
-def usable_cores(root: str = '/sys/fs/cgroup') -> int:
+def usable_cores(root: str = CGROUPS) -> int:
     """The cores that this process may run on, or the time of as many that it may take.
 
     ``root`` is the mount point of control groups.
@@ -50,6 +55,70 @@ def usable_cores(root: str = '/sys/fs/cgroup') -> int:
         if quota > 0:  # -1 is no limit, too
             cores = min(cores, -(-quota // period))
     return cores
+
+
+class Memory(NamedTuple):
+    """The memory that processes of this host or container may still take, in bytes."""
+
+    available: int
+    #: Of the control group that allows least; None where the host has less left.
+    limit: Optional[int] = None
+
+    def __str__(self) -> str:
+        from .byte_sizes import format_bytes
+
+        text = format_bytes(self.available)
+        if self.limit is None:
+            return text
+        return f'{text}, of {format_bytes(self.limit)} by the limit of this container'
+
+
+def available_memory(root: str = CGROUPS, groups: str = '/proc/self/cgroup') -> Memory:
+    """Measure the memory that is free here, within the limits of control groups (v1 and v2)."""
+    found = Memory(psutil.virtual_memory().available)
+    for folder in _memory_groups(root, groups):
+        for names in (
+            ('memory.max', 'memory.current', 'inactive_file'),
+            ('memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_inactive_file'),
+        ):
+            with suppress(OSError, ValueError):  # no such file, or no limit: 'max'
+                limit, used = (int((folder / name).read_text()) for name in names[:2])
+                # Pages of files are given back when memory is short.
+                kept = used - _counted(folder / 'memory.stat', names[2])
+                if limit - kept < found.available:
+                    found = Memory(max(0, limit - kept), limit)
+    return found
+
+
+def memory_kills(root: str = CGROUPS, groups: str = '/proc/self/cgroup') -> int:
+    """Count the processes that the kernel has ended here because a control group had no memory."""
+    files = ('memory.events', 'memory.oom_control')
+    counts = (
+        _counted(each / f, 'oom_kill') for each in _memory_groups(root, groups) for f in files
+    )
+    return max(counts, default=0)
+
+
+def _memory_groups(root: str, groups: str) -> Iterator[Path]:
+    """The folders of control groups that limit the memory of this process, inner ones first."""
+    lines = []
+    with suppress(OSError):
+        lines = Path(groups).read_text().splitlines()
+    for line in lines:
+        _, kinds, place = line.split(':', 2)
+        if kinds and 'memory' not in kinds.split(','):
+            continue
+        top = Path(root, 'memory' if kinds else '')
+        inner = top / place.lstrip('/')  # in a container, often a name of the host
+        yield from (each for each in (inner, *inner.parents) if top in (each, *each.parents))
+
+
+def _counted(file: Path, name: str) -> int:
+    with suppress(OSError):
+        for line in file.read_text().splitlines():
+            if line.split()[:1] == [name]:
+                return int(line.split()[1])
+    return 0
 
 
 def host_name() -> str:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import time
 
@@ -86,13 +87,17 @@ def test_ctrl_c_twice_ends_ranks_that_hang(tmp_path):
     assert job.end() == 128 + signal.SIGINT, job.printed
 
 
-@pytest.mark.parametrize('who', ['command', 'server', 'rank'])
-def test_nothing_is_left_where_one_is_killed(tmp_path, who):
-    """`kill -9 PID`, which nobody can pass on."""
+@pytest.mark.parametrize(
+    ('who', 'hung'), [('command', False), ('command', True), ('server', False), ('rank', True)]
+)
+def test_nothing_is_left_where_one_is_killed(tmp_path, who, hung):
+    """`kill -9 PID`, which nobody can pass on; also where workers of data loaders hang."""
     job = Started(tmp_path, train(tmp_path, workers=1))
     job.wait_for_iteration(3)
     assert len(job.look()) == 6
     rank = psutil.Process(int((job.notes / '1').read_text().split()[0]))
+    for worker in rank.children() if hung else ():
+        worker.suspend()
     victim = dict(command=job.process, server=server_of(job), rank=rank)[who]
     victim.kill()
     _, left = psutil.wait_procs(job.below.values(), timeout=60)
@@ -110,6 +115,25 @@ def test_nothing_is_left_where_one_is_killed(tmp_path, who):
     assert 'frame #' not in job.printed
     if who != 'server':  # whose end workers of data loaders hear of late
         assert 'Traceback' not in job.printed
+
+
+@pytest.mark.long
+def test_a_signal_while_another_host_is_waited_for(tmp_path):
+    found = [each for one in psutil.net_if_addrs().values() for each in one]
+    found = [each.address for each in found if each.family == socket.AF_INET]
+    address = next((each for each in found if not each.startswith('127.')), None)
+    if address is None:
+        pytest.skip('this host has no address but that of its loopback interface')
+    with socket.create_server((address, 0)) as main:  # which takes connections, and says nothing
+        hosts = ['--nnodes', '2', '--node-rank', '1', '--master-addr', address]
+        hosts += ['--master-port', str(main.getsockname()[1])]
+        job = Started(tmp_path, [*train(tmp_path), *hosts])
+        main.settimeout(60)
+        connection, _ = main.accept()
+        with connection:
+            assert job.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert job.printed.splitlines()[-1] == 'mmdevplug: ended by SIGTERM.'
+    assert 'Traceback' not in job.printed
 
 
 @pytest.mark.long
@@ -147,6 +171,6 @@ def test_a_signal_while_processes_are_started(tmp_path, moment):
     job = Started(tmp_path, [*command, '--work-dir', tmp_path / 'work'])
     job.wait_until(lambda: len(job.look()) > 2)  # a rank at least
     time.sleep(moment)
-    assert job.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert job.end(signal.SIGTERM) == 128 + signal.SIGTERM, job.printed
     assert 'Traceback' not in job.printed
     assert not (tmp_path / 'work' / 'last_checkpoint').exists()
