@@ -34,6 +34,8 @@ from .ranks import run_rank
 SAVE_SECONDS = 300
 #: How long a signal may wait for Python, while PyTorch waits for other hosts.
 STUCK_SECONDS = 0.5
+#: How long processes that are killed may take, in which they may still write.
+KILL_SECONDS = 5.0
 
 
 def launch(module: str, argv: List[str], args: argparse.Namespace) -> None:
@@ -117,7 +119,7 @@ def _run_ranks(
             for process in set(multiprocessing.active_children()) - others:
                 process.kill()
                 process.join()
-            _end_orphans()
+            _end_what_is_left()
     except ChildFailedError as error:
         status, text = describe_end(error, folder, kills)
         say(text)
@@ -138,20 +140,21 @@ def _run_ranks(
     return 0
 
 
-def _end_orphans() -> None:
-    """End what ranks of this job have left, such as workers of data loaders that hang.
+def _end_what_is_left() -> None:
+    """End processes of this job that PyTorch does not know, such as workers of loaders that hang.
 
-    These have the variables of the job and the session of this command, and no parent in it.
+    These have the variables of the job and the session of this command, which is not their parent:
+    the server that ranks are forked from is its child.
     """
-    session = os.getsid(0)
+    command, session, killed = os.getpid(), os.getsid(0), []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has ended, or is another user's
-            if os.getsid(process.pid) != session or process.environ().get(AGENT) != str(
-                os.getpid()
-            ):
+            if command in (process.pid, process.ppid()) or os.getsid(process.pid) != session:
                 continue
-            if os.getpid() not in (process.pid, *(each.pid for each in process.parents())):
+            if process.environ().get(AGENT) == str(command):
                 process.kill()
+                killed.append(process)
+    psutil.wait_procs(killed, timeout=KILL_SECONDS)
 
 
 class _Signals:

@@ -100,7 +100,7 @@ def to_dict(config: Union[str, Mapping[str, Any], None]) -> Dict[str, Any]:
         return {}
     if isinstance(config, str):
         return dict(type=config)
-    if isinstance(config, Mapping):
+    if isinstance(config, Mapping) and isinstance(config.get('type', ''), (str, type(None))):
         return dict(config)
     raise AcceleratorError(
         f"accelerator={config!r}: expected a name such as 'gcu' or a dict such as "

@@ -1,8 +1,10 @@
 """Declare options of a config key: default, accepted values, meaning and check in one place."""
 
 import dataclasses
+from ast import literal_eval
 from difflib import get_close_matches
 from itertools import filterfalse
+from math import isfinite, isinf
 from numbers import Real
 from operator import attrgetter
 from typing import (
@@ -45,17 +47,17 @@ def whole(least: int, most: float = float('inf'), expected: str = '') -> Check:
     )
 
 
-def positive(zero: bool = False) -> Check:
-    """Check a finite number, also of NumPy: above 0, or of at least 0."""
-    most = float('inf')
+def positive(zero: bool = False, most: float = float('inf')) -> Check:
+    """Check a number below ``most``, also of NumPy: above 0, or of at least 0."""
+    below = 'a finite number' if isinf(most) else f'a number below {most:,.0f},'
     return Check(
         lambda value: _is(Real, value) and (0 < value < most or (zero and value == 0)),
-        f'a finite number {"of at least" if zero else "above"} 0',
+        f'{below} {"of at least" if zero else "above"} 0',
         'float',
     )
 
 
-def _is(kind: type, value: object) -> bool:
+def _is(kind: Any, value: object) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -70,6 +72,33 @@ FLAG = Check(
     'True or False',
     'bool',
 )
+
+
+#: Types by their names in the documentation; lists hold names or numbers.
+_TYPES: Dict[str, Callable[[Any], bool]] = dict(
+    bool=lambda value: isinstance(value, bool),
+    int=lambda value: _is(int, value),
+    float=lambda value: _is(Real, value) and isfinite(value),
+    str=lambda value: isinstance(value, str),
+    list=lambda value: (
+        isinstance(value, (list, tuple)) and all(_is((str, int), each) for each in value)
+    ),
+    dict=lambda value: isinstance(value, Mapping),
+)
+
+
+def _by_types(metadata: Mapping[str, Any]) -> Optional[Check]:
+    """Check the types of an option without a check and a reader of its own."""
+    if metadata['accepts'] is None or metadata['read'] is not None:
+        return None
+    words = [word for word in metadata['accepts'].split(', ') if word != 'None']
+    kinds = [_TYPES[word] for word in words if word in _TYPES]
+    quoted = [literal_eval(word) for word in words if word not in _TYPES]
+
+    def holds(value: Any) -> bool:
+        return any(kind(value) for kind in kinds) or (isinstance(value, str) and value in quoted)
+
+    return Check(holds, ' or '.join(', '.join(words).rsplit(', ', 1)), metadata['accepts'])
 
 
 # options ----------------------------------------------------------------------------------------
@@ -122,9 +151,14 @@ class Options:
     def check(cls, name: str, value: object, origin: Optional[str] = None) -> None:
         """Refuse an impossible value of an option, which a message calls ``origin``."""
         field = cls.__dataclass_fields__[name]
-        check = field.metadata['check']
-        if check is None or value is field.default or check.holds(value):
+        check = field.metadata['check'] or _by_types(field.metadata)
+        if value is field.default or check is None:
             return
+        try:
+            if check.holds(value):
+                return
+        except (TypeError, ValueError, OverflowError):  # of an object that cannot be compared
+            pass
         or_none = ', or None' if origin is None and field.default is None else ''
         found = f'{origin or f"{cls.key}.{name}"}={shortened(value)}'
         raise cls.error(f'{found}: expected {check.expected}{or_none}.')

@@ -5,7 +5,7 @@ from typing import Any, Dict, Mapping, Optional, Union
 
 from mmdevplug.errors import PlacementError
 
-from .fields import FLAG, Options, choice, flag, option, refuse_unknown
+from .fields import FLAG, Options, choice, flag, option, positive, refuse_unknown
 
 #: Policies of :class:`mmdevplug.device_guard.DeviceGuard`.
 GUARD_POLICIES = ('error', 'warn', 'move')
@@ -67,7 +67,7 @@ class ModelParallelOptions(Options):
         accepts='None, list',
     )
     balance_threshold: float = option(
-        0.3, 'Imbalance above which a plan is uneven.', accepts='float'
+        0.3, 'Imbalance above which a plan is uneven.', check=positive(zero=True)
     )
     force_balance: Optional[bool] = option(
         None,

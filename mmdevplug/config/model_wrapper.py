@@ -19,7 +19,7 @@ class WrapperOptions(Options):
         'Size of a message in MB; `None` for 5 where gradients pass through the host, 16 where '
         "its ranks share memory (less over several hosts), 8 on lazy devices, and PyTorch's own "
         'elsewhere.',
-        check=positive(zero=True),
+        check=positive(zero=True, most=1e6),
     )
     grad_compression: str = option(
         'none',

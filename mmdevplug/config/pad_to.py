@@ -5,6 +5,8 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple
 from mmdevplug.errors import DevPlugError
 
 Size = Tuple[int, int]
+#: Pixels; an image of twice as many each way has 50 GB.
+LONGEST = 1 << 16
 
 
 class PadTo(NamedTuple):
@@ -50,7 +52,7 @@ def read_pad_to(value: Any, key: str = 'accelerator.pad_to') -> Optional[PadTo]:
     raise DevPlugError(
         f'{key}={value!r}: expected a number whose next multiple is taken (64), one size as '
         f'(height, width) (e.g. (512, 1024)), or a list of sizes of which the smallest is taken '
-        f'that holds the batch ([(512, 512), (512, 1024)]), or None.'
+        f'that holds the batch ([(512, 512), (512, 1024)]), all of at most {LONGEST}; or None.'
     )
 
 
@@ -60,7 +62,7 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def _is_length(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LONGEST
 
 
 def _is_size(value: object) -> bool:

@@ -99,6 +99,11 @@ def trust_classes(names: Sequence[str]) -> None:
     then create such objects and call their ``__setstate__``.
     """
     _trusted.clear()
+    if not isinstance(names, (list, tuple, set)):
+        raise CheckpointError(
+            f'checkpoint_classes={names!r}: expected a list of dotted names, e.g. '
+            f"checkpoint_classes=['my_package.MyClass']."
+        )
     for name in names:
         found = get_object_from_string(name) if isinstance(name, str) else None
         if not isinstance(found, type):

@@ -28,9 +28,9 @@ def test_possible_values(option, values):
 @pytest.mark.parametrize(
     ('option', 'value', 'expected'),
     [
-        ('bucket_cap_mb', -1, 'a finite number of at least 0, or None'),
-        ('bucket_cap_mb', '25', 'a finite number of at least 0, or None'),
-        ('bucket_cap_mb', float('inf'), 'a finite number of at least 0, or None'),
+        ('bucket_cap_mb', -1, 'a number below 1,000,000, of at least 0, or None'),
+        ('bucket_cap_mb', '25', 'a number below 1,000,000, of at least 0, or None'),
+        ('bucket_cap_mb', float('inf'), 'a number below 1,000,000, of at least 0, or None'),
         ('grad_compression', 'fp16', "'none' or 'bf16'"),
         ('grad_compression', dict(type='powersgd'), "'none' or 'bf16'"),
         ('nonfinite_grads', 'skip', "'stop' or 'ignore', or None"),
