@@ -170,7 +170,8 @@ def ours_for(kind: type) -> type:
     class says in ``lost`` what that costs; else it is an error.
 
     Our class may have ``promises``, which map methods to what is lost if the subclass overrides
-    them without calling ``super()``. A warning names such a method, once. Ours is called in any
+    them without calling ``super()``, or one of those that ``fulfilled_by`` names for it. A warning
+    names such a method, once. Ours is called in any
     case where MMEngine's class lacks the method, so that nobody would write that call.
     """
     found = replacement_of(kind)
@@ -184,10 +185,11 @@ def _put_under(kind: type, theirs: type, ours: type) -> type:
     noting: Dict[str, Any] = {}
     checking: Dict[str, Any] = {}
     for name, lost in {**getattr(ours, 'promises', {}), '__init__': None}.items():
-        if getattr(kind, name) is not getattr(theirs, name):
-            noting[name] = _note_call(getattr(ours, name))
-            absent = lost is not None and name not in vars(theirs)
-            checking[name] = _check_call(kind, ours, name, lost, absent)
+        if getattr(kind, name, None) is not getattr(theirs, name, None):
+            fulfilling = (name, *getattr(ours, 'fulfilled_by', {}).get(name, ()))
+            noting.update((each, _note_call(getattr(ours, each))) for each in fulfilling)
+            absent = lost is not None and name not in vars(theirs) and len(fulfilling) == 1
+            checking[name] = _check_call(kind, ours, fulfilling, lost, absent)
     below = type(ours.__name__, (ours,), dict(noting, __module__=ours.__module__))
     return type(kind.__name__, (kind, below), dict(checking, __module__=kind.__module__))
 
@@ -202,15 +204,16 @@ def _note_call(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_call(
-    kind: type, ours: type, name: str, lost: Optional[str], absent: bool
+    kind: type, ours: type, fulfilling: Tuple[str, ...], lost: Optional[str], absent: bool
 ) -> Callable[..., Any]:
+    name = fulfilling[0]
     method = getattr(kind, name)
 
     @wraps(method)
     def checking(self: Any, *args: Any, **kwargs: Any) -> Any:
-        vars(self).setdefault('_reached', set()).discard(name)
+        vars(self).setdefault('_reached', set()).difference_update(fulfilling)
         result = method(self, *args, **kwargs)
-        if name in vars(self)['_reached']:
+        if not vars(self)['_reached'].isdisjoint(fulfilling):
             return result
         if absent:
             getattr(ours, name)(self, *args, **kwargs)

@@ -66,9 +66,8 @@ def load_model(
     weights._metadata = releases
     fit = load_state_dict(model, weights, strict, filename=filename)
     text = None if fit.complete else fit.describe(filename)
-    trained = {name for name, each in model.named_parameters() if each.requires_grad}
     lacking = {*fit.missing, *(refused.split(':')[0] for refused in fit.refused)}
-    if resuming and lacking & trained:
+    if resuming and lacking & {*fit.trained}:
         raise refusal(filename, f'Cannot resume: {text} The optimizer has no states for these.')
     return text
 

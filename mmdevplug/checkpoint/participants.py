@@ -57,6 +57,7 @@ class Participants:
         #: States whose participants are not there yet.
         self.waiting: Dict[str, Any] = {}
         #: Whether all others have got theirs.
+        self._loops: Dict[str, Any] = {}
         self._begun = False
         self._built = 0
         self._unknown: Dict[int, str] = {}
@@ -111,6 +112,7 @@ class Participants:
             loop = getattr(runner, f'_{kind}_loop', None)
             if loop is None or isinstance(loop, dict):
                 continue
+            self._loops[kind] = loop
             for index, loader in enumerate(loaders_of(loop)):
                 make_resumable(loader, runner.seed)
                 self._add_loader(f'{kind}_loader{f"/{index + 1}" if index else ""}', loader)
@@ -134,6 +136,10 @@ class Participants:
                 states[name] = state
         for name, thing in self._things.items():
             states[name] = thing.state_dict()
+        known = {*map(id, self._loaders.values()), *self._unknown}
+        for kind, loop in self._loops.items():
+            if any(id(loader) not in known for loader in loaders_of(loop)):
+                unknown.append(f'{kind}_loader, which was replaced while training,')
         if unknown and not self._warned:
             self._warned = True
             log_warning(

@@ -25,6 +25,7 @@ from mmengine.hooks import (
     ProfilerHook,
     RuntimeInfoHook,
 )
+from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
@@ -110,6 +111,9 @@ class PlainState:
             unfit = {name for name in differ if owner.late or not marks[name][1]}
             for name in differ:
                 value = owner.attributes[name]
+                if _is_switch(owner, name, value):
+                    found.setdefault(owner.path, {})[name] = (False, value)
+                    continue
                 # Attributes that the first use fills, such as a cache and the flag that says so,
                 # are left out together: a restored flag would promise a cache that is not there.
                 if name in unfit or (unfit and first.get(name, (None,))[0] in _UNSET):
@@ -132,10 +136,20 @@ class PlainState:
 
     def load_state_dict(self, saved: Dict[str, Dict[str, Any]]) -> None:
         """Restore what :meth:`state_dict` returned in an earlier run."""
-        saved = dict(saved)
+        saved, left = dict(saved), []
         for owner in list(_owners(self._runner)):
             for name, (on_device, value) in saved.pop(owner.path, {}).items():
-                _put(owner, name, value, on_device)
+                if _is_switch(owner, name, value):
+                    left.append(f'{owner.path}.{name}={value}')
+                else:
+                    _put(owner, name, value, on_device)
+        if left:
+            print_log(
+                f'Not restored: {", ".join(left)}. Such a name may say what this process has yet '
+                f'to do, such as registering hooks. For a state of training, give a module a name '
+                f'without _ or a buffer, and a hook state_dict() and load_state_dict().',
+                'current',
+            )
         warn_of_unused(saved)
 
     def keep(self) -> Callable[[], None]:
@@ -144,7 +158,7 @@ class PlainState:
             (owner, name, mark, copy.deepcopy(owner.attributes[name]))
             for owner in _owners(self._runner)
             for name, (mark, fits) in _marks(owner).items()
-            if fits
+            if fits and not _is_switch(owner, name, owner.attributes[name])
         ]
 
         def restore() -> None:
@@ -248,10 +262,17 @@ def _marks(owner: Owner) -> Dict[str, Tuple[Any, bool]]:
         walked = isinstance(value, nn.Module) or _is_plain_object(value)
         if not (walked or isinstance(value, _NO_STATE) or getattr(value, 'grad_fn', None)):
             mark, size = _examine(value)
-            # A hook's switch, e.g. for what it does once: it has to do it again.
-            switch = isinstance(owner.value, Hook) and type(value) is bool
-            marks[name] = mark, size <= MOST_BYTES and not switch
+            marks[name] = mark, size <= MOST_BYTES
     return marks
+
+
+def _is_switch(owner: Owner, name: str, value: object) -> bool:
+    """Whether an attribute may say that something is done which a new process has to do again.
+
+    So may a bool of a hook, and one of a module that others are not meant to know.
+    """
+    private = isinstance(owner.value, Hook) or name.startswith('_')
+    return private and type(value) is bool
 
 
 def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[Any, float]:

@@ -18,7 +18,10 @@ for _name in (
     *('matplotlib.figure', 'matplotlib.backends.backend_agg'),  # by MMEngine's visualizer
 ):
     if find_spec(_name) is not None:  # no mmcv, or PyTorch 1
-        import_module(_name)
+        try:
+            import_module(_name)
+        except Exception:  # Each rank meets it as well, and says what it is.
+            break
 gc.freeze()
 gc.enable()
 # Triton, which CUDA builds of PyTorch 2.15 import, lists all that is frozen at the end as leaked.

@@ -74,6 +74,10 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         AcceleratorError: If the device cannot be used.
     """
 
+    promises = dict(
+        train_step='gradients are not averaged, and each rank trains a model of its own'
+    )
+    fulfilled_by = dict(train_step=('forward',))
     #: Averages gradients through host memory; None where PyTorch's DDP averages.
     staging: Any = None  # a LazyStaging
     #: Whether `train_step` has materialized the iteration; `DeviceHook` resets it.

@@ -70,9 +70,23 @@ def _convert(
     found = _layers(module, (nn.SyncBatchNorm if sync_bn is None else _BatchNorm,))
     layers = {k: each for k, each in found.items() if not isinstance(each, DeviceSyncBatchNorm)}
     layers.update(_of_repositories(module, accelerator, device))
-    if not layers:
+    known = (nn.SyncBatchNorm.forward, DeviceSyncBatchNorm.forward)
+    kept = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.SyncBatchNorm) and type(layer).forward not in known
+    }
+    if not layers and not kept:
         return module
-    if torch_sync_bn_works(accelerator, device):
+    works = torch_sync_bn_works(accelerator, device)
+    if kept and not works:
+        name, layer = next(iter(kept.items()))
+        raise ModelError(
+            f'{name} and {len(kept) - 1} more: {type(layer).__name__} has a forward() of its own, '
+            f'which computes on CUDA alone, and ours would not call it. On {device} use layers '
+            f'of the same package that do not synchronize.'
+        )
+    if works:
         for layer in layers.values():
             if not isinstance(layer, nn.SyncBatchNorm):
                 _change_class(layer, nn.SyncBatchNorm)

@@ -91,7 +91,7 @@ def _build_wrapper(cfg: Dict[str, Any], model: nn.Module) -> nn.Module:
             raise
         raise ModelError(
             f'model_wrapper_cfg.type={kind.__name__!r}: its constructor failed with '
-            f'{type(error).__name__}: {first_line(error)} Expected a subclass of '
+            f'{type(error).__name__}: {first_line(error).rstrip(".")}. Expected a subclass of '
             f'{kind.__bases__[0].__bases__[0].__name__} that calls '
             f'super().__init__(module=module, **kwargs), which drops device_ids and works on any '
             f'device. Write super() in place of the name of a class.'

@@ -33,6 +33,8 @@ class Fit(NamedTuple):
     unexpected: List[str]
     #: Of tensors that were not copied: why.
     refused: List[str]
+    #: Names of the model that are trained.
+    trained: Sequence[str] = ()
 
     @property
     def loaded(self) -> int:
@@ -101,17 +103,23 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> Fit:
     unexpected: List[str] = []
     refused: List[str] = []
     metadata = getattr(state_dict, '_metadata', None) or {}
-    if all(name.startswith('module.') for name in model.state_dict()) and not any(
-        name.startswith('module.') for name in state_dict
-    ):
-        model = getattr(model, 'module', model)  # a wrapper that is no wrapper to MMEngine
+    trained: List[str] = []
+    wraps = [*model._modules] == ['module'] and not (model._parameters or model._buffers)
+    if wraps and not any(name.startswith('module.') for name in state_dict):
+        model = model.module  # a wrapper that is no wrapper to MMEngine
 
     def load(module: nn.Module, local: Mapping[str, Any], prefix: str = '') -> None:
         if is_model_wrapper(module) or isinstance(module, BaseTTAModel):
-            module = module.module
+            module, start = module.module, f'{prefix}module.'
+            if 'module' not in module._modules:  # MMEngine saves the names of wrappers inside
+                local = {
+                    prefix + k[len(start) :] if k.startswith(start) else k: v
+                    for k, v in local.items()
+                }
         left_out = module._non_persistent_buffers_set
         own = {**module._parameters, **module._buffers}
         names.extend(prefix + n for n, v in own.items() if v is not None and n not in left_out)
+        trained.extend(prefix + n for n, v in own.items() if v is not None and v.requires_grad)
         # Subclasses rename keys here, of releases before them.
         version = metadata.get(prefix[:-1], {})
         module._load_from_state_dict(local, prefix, version, True, missing, unexpected, refused)
@@ -129,6 +137,7 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> Fit:
         [name for name in missing if 'num_batches_tracked' not in name],
         list(unexpected),
         [_OTHER_SHAPE.sub(r'\1: (\2) in the checkpoint, (\3) in the model', e) for e in refused],
+        trained,
     )
 
 

@@ -10,7 +10,7 @@ from mmengine.hooks import Hook
 from mmengine.infer import BaseInferencer
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
-from mmengine.registry import RUNNERS
+from mmengine.registry import MODEL_WRAPPERS, RUNNERS
 from torch import nn
 
 from mmdevplug.checkpoint.fitting import load_model
@@ -48,6 +48,25 @@ def test_all_of_a_model_is_loaded_without_a_word():
     assert load(weights, model) is None
     assert torch.equal(model[2].weight, source[2].weight)
     assert load_weights(Renames(2, 1), dict(kernel=torch.ones(1, 2), bias=torch.ones(1))).complete
+
+
+def test_names_of_wrappers_inside_of_a_model_are_read_and_compared():
+    """As MMSeparateDistributedDataParallel saves them."""
+    source, model = small(), nn.ModuleDict(dict(part=MMDataParallelOfOne(small())))
+    weights = {f'part.module.{name}': value for name, value in source.state_dict().items()}
+    assert load(weights, model, resuming=True) is None
+    assert torch.equal(model['part'].module[2].weight, source[2].weight)
+    assert load({k.replace('module.', ''): v for k, v in weights.items()}, model) is None
+    del weights['part.module.2.weight']
+    with pytest.raises(CheckpointError, match='Cannot resume.*part.2.weight'):
+        load(weights, model, resuming=True)
+
+
+@MODEL_WRAPPERS.register_module(force=True)
+class MMDataParallelOfOne(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
 
 
 class Wraps(nn.Module):

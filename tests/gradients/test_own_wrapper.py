@@ -42,6 +42,16 @@ class OwnStep:
         return dict(own_loss=losses['loss'].detach())
 
 
+class WithoutForward(MMDistributedDataParallel):
+    """As mmrazor's GroupFisherDDP: it calls the module, which DDP does not hear of."""
+
+    def train_step(self, data, optim_wrapper):
+        with optim_wrapper.optim_context(self):
+            loss = self.module(**self.module.data_preprocessor(data, True), mode='loss')['loss']
+        optim_wrapper.update_params(loss)
+        return dict(loss=loss.detach())
+
+
 class OfMMEngine(OwnStep, MMDistributedDataParallel):
     pass
 
@@ -97,6 +107,23 @@ def test_trains_on_any_device(accelerator, kind):
     ):
         assert (name, is_own, logged) == (kind.__name__, True, ['own_loss'])
         assert abs(weights - expected_weights()).max() <= 1e-6
+
+
+def warn(kind):
+    from mmdevplug import registry
+
+    told = []
+    registry.log_warning = told.append
+    train('cpu', kind)
+    return told
+
+
+def test_a_step_that_averages_nothing_is_named():
+    for told in run_ranks(warn, 2, WithoutForward):
+        assert len(told) == 1
+        assert 'WithoutForward.train_step() does not call super().train_step()' in told[0]
+        assert 'gradients are not averaged' in told[0]
+    assert run_ranks(warn, 2, OfMMEngine) == [[], []]
 
 
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from mmdevplug import init_device
 from mmdevplug.errors import ModelError
 from mmdevplug.model import norm_layers
 from mmdevplug.model.norm_layers import SYNC_BN, check_sync_bn, convert_norm_layers
@@ -185,6 +186,24 @@ def one_value(accelerator):
     convert_norm_layers(model, context.accelerator, context.device)
     size = 1 if torch_dist.get_rank() == 1 else 0
     model(torch.zeros(size, 2).to(context.device))
+
+
+class OwnForward(nn.SyncBatchNorm):
+    """As mmrazor's DynamicSyncBatchNorm."""
+
+    def forward(self, x):
+        return super().forward(x[:, :])
+
+
+def convert_own_forward():
+    context = init_device('pytorch', 'cpu')
+    model = nn.ModuleDict(dict(bn=OwnForward(2)))
+    with pytest.raises(ModelError, match='bn and 0 more: OwnForward has a forward'):
+        convert_norm_layers(model, context.accelerator, context.device)
+
+
+def test_a_synchronized_layer_with_a_forward_of_its_own_is_named():
+    assert run_ranks(convert_own_forward, 2) == [None, None]
 
 
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE])

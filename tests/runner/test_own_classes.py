@@ -16,7 +16,9 @@ from mmengine.registry import (
 from mmengine.runner import IterBasedTrainLoop, LogProcessor, Runner
 
 from mmdevplug import registry
+from mmdevplug.checkpoint import participants
 from mmdevplug.errors import DevPlugError, ModelError
+from mmdevplug.patches.load_weights import load_weights
 from mmdevplug.registry import class_of, ours_for
 from tests.checkpoint.training import NoisyModel, build, config
 from tests.columns import NATIVE, job_of, lazy
@@ -360,6 +362,72 @@ def test_a_checkpoint_has_what_state_dict_returns(tmp_path, ranks):
     assert 'net.0.weight' not in saved
     assert 'bank' in saved
     assert late == (7.0 if hasattr(torch.nn.Module, 'register_state_dict_pre_hook') else 0.0)
+
+
+@MODELS.register_module(force=True)
+class HooksOnce(NoisyModel):
+    """Registers a hook in its first step, as transformers 5 does, and notes it under two names."""
+
+    _hook_installed = False
+    inited = False
+
+    def forward(self, *args, **kwargs):
+        if not self._hook_installed:
+            self.seen = []
+            self.net[0].register_forward_hook(lambda *_: self.seen.append(1))
+            self._hook_installed = self.inited = True
+        self.seen.clear()
+        result = super().forward(*args, **kwargs)
+        assert len(self.seen) == 1, 'the hook was not registered, or twice'
+        return result
+
+
+def hook_once(work_dir, length, resume):
+    model = dict(type='HooksOnce')
+    options = dict(custom_hooks=[], log_level='INFO')
+    runner = build(work_dir, model=model, length=length, resume=resume, **options)
+    runner.train()
+    return weights_of(runner.model), max(work_dir.glob('*/*.log')).read_text()
+
+
+def test_what_a_process_has_yet_to_do_is_not_taken_for_done(tmp_path):
+    hook_once(tmp_path, 1, False)
+    _, log = hook_once(tmp_path, 2, True)
+    assert 'Not restored: model._hook_installed=True.' in log
+    assert 'inited' not in log
+
+
+class AllArguments(NoisyModel):
+    def state_dict(self, destination, prefix, keep_vars):  # as Rein's backbone has it
+        return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+
+def test_weights_are_loaded_into_a_module_whose_state_dict_takes_three_arguments():
+    model = AllArguments()
+    weights = NoisyModel().state_dict()
+    assert load_weights(model, weights).complete
+    assert torch.equal(model.net[0].weight, weights['net.0.weight'])
+
+
+class Switches(Hook):
+    """Replaces the loader in the second epoch, as hooks that switch pipelines do."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def before_train_epoch(self, runner):
+        if runner.epoch == 1:
+            runner.train_loop.dataloader = Runner.build_dataloader(self.config, seed=0)
+
+
+def test_a_loader_that_a_hook_replaces_is_named(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(participants, 'log_warning', told.append)
+    runner = build(tmp_path, length=2, custom_hooks=[])
+    runner.register_hook(Switches(runner._train_dataloader))
+    runner.train()
+    assert len(told) == 1
+    assert 'train_loader, which was replaced while training' in told[0]
 
 
 # loops ---------------------------------------------------------------------------------------
