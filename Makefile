@@ -62,7 +62,7 @@ ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 # TorchTPU warns of every name in torch.tpu that may change.
 ON_TPU := TPU_ON_CPU=1 PYTHONWARNINGS="ignore:<TorchTpu/"
 
-.PHONY: help install install-xla install-t20 install-tpu standins demo test test-operators test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
+.PHONY: help install install-xla install-t20 install-tpu standins demo test test-operators test-onedl test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
@@ -158,6 +158,16 @@ else
 	$(PIP) install "$(MMCV)"
 	$(BIN)/python $(PYTEST) -m "operators and not cuda and not xla and not tpu and not opencl and not t20 and not long"
 endif
+
+ONEDL = .onedl
+
+$(ONEDL)/.installed: | install
+	$(PIP) install --no-deps --target $(ONEDL) onedl-mmengine==0.10.12
+	touch $@
+
+test-onedl: $(ONEDL)/.installed  ## Resume iteration loops on OneDL's MMEngine, whose loops make their iterators late
+	PYTHONPATH=$(ONEDL) $(BIN)/python -c "import mmengine, sys; mmengine.__version__ == '0.10.12' or sys.exit(mmengine.__file__)"
+	PYTHONPATH=$(ONEDL) $(BIN)/python $(PYTEST) -m "not xla" tests/checkpoint/test_resuming.py -k "by_iter or infinite or iterations"
 
 test-long: install  ## Run the tests on the CPU that take long (KINDS=--one-of-each: one of each kind)
 	$(BIN)/python $(PYTEST) $(KINDS) -m "long and not cuda and not xla and not tpu and not opencl and not t20"
