@@ -3,6 +3,8 @@
 import argparse
 import os
 import signal
+import tempfile
+import traceback
 import warnings
 from pathlib import Path
 from typing import Callable, List, Optional, Sequence
@@ -22,7 +24,7 @@ from mmdevplug.environments.launch_variables import (
     forget_stale_variables,
     read_launch_env,
 )
-from mmdevplug.errors import DevPlugError
+from mmdevplug.errors import DevPlugError, first_line
 from mmdevplug.fault_tolerance.abort import note_for_agent, note_path
 from mmdevplug.fault_tolerance.ended_ranks import end_with_mim
 from mmdevplug.patches.runner_type import follow_runner_type
@@ -131,7 +133,26 @@ def load_complete_config(args: argparse.Namespace, names: Sequence[str]) -> Conf
             f'CONFIG {args.config!r} has no {", ".join(missing)}; expected {", ".join(names)}. '
             f'Add what is missing, or inherit it with _base_.'
         )
+    if isinstance(cfg.model, dict) and not cfg.model.get('type'):
+        raise DevPlugError(
+            f'CONFIG {args.config!r}: model has no type; expected model=dict(type=..., ...). Name '
+            f'the class of the model, or inherit the rest of it with _base_.'
+        )
+    _check_work_dir(cfg.work_dir)
     return cfg
+
+
+def _check_work_dir(folder: str) -> None:
+    """Refuse a work directory that cannot be made or written to."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise DevPlugError(
+            f'work_dir={folder!r}: {error.strerror}. Checkpoints and logs are written there: '
+            f'expected a folder that can be written to. Name another: --work-dir FOLDER.'
+        ) from error
 
 
 def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
@@ -140,6 +161,17 @@ def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
     if args.local_rank is not None:
         os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     return read_launch_env(args.launcher)
+
+
+def _explain_no_type(error: Exception) -> Optional[str]:
+    """Say in a sentence what MMEngine's registries say of a part of a config without a type."""
+    said = first_line(error.args[0]) if isinstance(error, KeyError) and error.args else ''
+    places = traceback.extract_tb(error.__traceback__)
+    by_mmengine = bool(places) and 'mmengine' in Path(places[-1].filename).parts
+    if not by_mmengine or not (said == 'type' or 'must contain the key "type"' in said):
+        return None
+    asked = f'{places[-1].name}() of MMEngine asks for it' if said == 'type' else said[:300]
+    return f'a part of the config has no type: {asked}. Add type=... to it.'
 
 
 def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] = None) -> int:
@@ -158,7 +190,7 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
             from mmdevplug.checks.versions import explain_import
 
             # A package that cannot be imported raises errors of any kind.
-            problem = explain_import(error)
+            problem = explain_import(error) or _explain_no_type(error)
             if problem is None:
                 raise
             error = DevPlugError(str(problem))

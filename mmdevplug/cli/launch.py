@@ -48,6 +48,7 @@ def launch(module: str, argv: List[str], args: argparse.Namespace) -> None:
     counted = settings.nproc in COUNTED
     if not (counted or args.oversubscribe):
         starting.check_room(int(settings.nproc or 1), say)
+    _check_semaphores()
     _set_variables(settings, args.verbose)
     method = _start_server()
     with tempfile.TemporaryDirectory(prefix='mmdevplug-') as folder:
@@ -215,6 +216,18 @@ def _set_variables(settings: LaunchOptions, verbose: bool) -> None:
         os.environ[ELASTIC] = '1'
         # PyTorch from 2.4 on would keep the place where the ranks of an earlier round met.
         os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] = '1'
+
+
+def _check_semaphores() -> None:
+    """Refuse to start processes where there is no place for PyTorch's semaphores."""
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        raise LaunchError(
+            f'/dev/shm: {error.strerror}. PyTorch starts ranks with semaphores there, and workers '
+            f'of data loaders share batches there. Mount it writable (docker run --shm-size=8g; '
+            f'in a pod an emptyDir with medium: Memory), or start one process: leave --nproc out.'
+        ) from error
 
 
 def _start_server() -> str:

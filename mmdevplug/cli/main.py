@@ -1,5 +1,6 @@
 """The command ``mmdevplug``."""
 
+import signal
 import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +25,14 @@ COMMANDS = {
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a command and return its exit status."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:  # while packages are imported
+        say('ended by SIGINT.')
+        return 128 + signal.SIGINT
+
+
+def _run(argv: Optional[List[str]]) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] not in (['-h'], ['--help'], ['--version']):
         try:

@@ -16,7 +16,7 @@ import pickle
 import struct
 import sys
 from math import prod
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -44,8 +44,8 @@ class _Parts(NamedTuple):
     names: Tuple[Any, ...]
     parts: List[Any]
 
-    def build(self) -> Any:
-        return container_of(self.kind).build(self.kind, self.names, list(map(_built, self.parts)))
+    def build(self, built: Callable[[Any], Any]) -> Any:
+        return container_of(self.kind).build(self.kind, self.names, list(map(built, self.parts)))
 
 
 def to_tensor(data: bytes) -> Tensor:
@@ -123,6 +123,10 @@ def _read(message: Tensor, device: torch.device, trusted: bool) -> Any:
         raise ValueError(f'version {version}')
     begin = _HEAD.size + length
     table = json.loads(to_bytes(message[_HEAD.size : begin]))
+    counts = [count for *_, count in table]
+    # Each row is named in the pickle, in some bytes of it.
+    if sum(counts) > pickled or any(count < 0 for count in counts):
+        raise ValueError(f'{sum(counts)} rows in {pickled} bytes')
     places = _places(begin + pickled, table)
     if places[-1] != message.numel():
         raise ValueError(f'{message.numel()} bytes')
@@ -142,7 +146,7 @@ def _read(message: Tensor, device: torch.device, trusted: bool) -> Any:
             for view, tensor in zip(block, moved):
                 own.append(tensor.clone() if tensor is view else tensor)
     value = _Unpickler(file, blocks, trusted).load()
-    return value if trusted else _built(value)
+    return value if trusted else _Builder(pickled).built(value)
 
 
 def _places(begin: int, table: Sequence[Sequence[Any]]) -> List[int]:
@@ -261,7 +265,7 @@ class _Unpickler(pickle.Unpickler):
         if len(dict.fromkeys(names)) != len(parts):
             raise ValueError(f'{len(parts)} parts for the names {names!r:.80}')
         made = _Parts(found, names, parts)
-        return made.build() if self._trusted else made
+        return made.build(lambda part: part) if self._trusted else made
 
 
 def _unknown(module: str, name: str) -> SampleError:
@@ -273,16 +277,32 @@ def _unknown(module: str, name: str) -> SampleError:
     )
 
 
-def _built(value: Any) -> Any:
-    """Build the containers that a message has as their parts."""
-    kind = type(value)
-    if kind is _Parts:
-        return value.build()
-    if kind is dict:
-        for key, part in value.items():
-            value[key] = _built(part)
-    elif kind is list:
-        value[:] = map(_built, value)
-    elif kind is tuple:
-        return tuple(map(_built, value))
-    return value
+class _Builder:
+    """Builds the containers that a message has as their parts, no more than it has bytes.
+
+    A pickle may name one container many times, each of which would be built anew.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def built(self, value: Any) -> Any:
+        kind = type(value)
+        if kind not in _CONTAINERS:
+            return value
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError('containers that are one')
+        if kind is _Parts:
+            return value.build(self.built)
+        if kind is dict:
+            for key, part in value.items():
+                value[key] = self.built(part)
+        elif kind is list:
+            value[:] = map(self.built, value)
+        else:
+            return tuple(map(self.built, value))
+        return value
+
+
+_CONTAINERS = frozenset({_Parts, dict, list, tuple})

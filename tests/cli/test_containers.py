@@ -10,6 +10,7 @@ import pytest
 from tests.jobs import PATHS, ROOT
 
 from .starting import (
+    DIGITS,
     MAIN,
     USER,
     Container,
@@ -69,6 +70,19 @@ def test_doctor_in_a_container_without_rights(tmp_path):
     done = run_in_box(tmp_path, *MAIN, 'doctor', '--accelerator', 'cpu')
     assert 'Traceback' not in done.stderr
     assert 'cpu computes as the CPU does' in done.stdout
+
+
+def test_no_place_for_semaphores(tmp_path):
+    need_namespaces()
+    only = 'mount -t tmpfs -o ro,size=1m tmpfs /dev/shm; exec "$0" "$@"'
+    words = [*MAIN, 'train', DIGITS, '--nproc', '2', '--work-dir', tmp_path / 'work']
+    done = subprocess.run(
+        ['unshare', '--mount', 'bash', '-c', only, *map(str, words)],
+        cwd=ROOT, env=dict(os.environ, PYTHONPATH=PATHS), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert 'mmdevplug: LaunchError: /dev/shm: Read-only file system.' in done.stderr
+    assert 'Traceback' not in done.stderr
 
 
 def test_no_folder_for_temporary_files(tmp_path):

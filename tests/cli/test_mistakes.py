@@ -65,6 +65,32 @@ def test_an_empty_config(tmp_path):
         assert '_base_' in found
 
 
+def test_a_model_without_a_type(tmp_path):
+    path = config(tmp_path, 'model = dict(_delete_=True, width=3)')
+    found = only_line(train.main, path, '--work-dir', tmp_path)
+    assert found.endswith('or inherit the rest of it with _base_.')
+    assert f"CONFIG '{path}': model has no type; expected model=dict(type=..., ...)" in found
+    path = config(tmp_path, 'optim_wrapper = dict(optimizer=dict(_delete_=True, lr=0.1))')
+    assert 'a part of the config has no type: ' in only_line(
+        train.main, path, '--work-dir', tmp_path
+    )
+
+
+def test_a_work_directory_that_cannot_be(tmp_path):
+    (tmp_path / 'file').write_text('')
+    found = only_line(train.main, DIGITS, '--work-dir', tmp_path / 'file' / 'work')
+    assert "file/work': Not a directory. Checkpoints and logs are written there" in found
+
+
+def test_ctrl_c_while_packages_are_imported(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, 'import_module', interrupted)
+    assert command.main(['train', DIGITS]) == 130
+    assert capsys.readouterr().err == 'mmdevplug: ended by SIGINT.\n'
+
+
 def test_a_config_that_is_no_python(tmp_path):
     path = tmp_path / 'broken.py'
     path.write_text('model = dict(\n')

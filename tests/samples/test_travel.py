@@ -260,6 +260,26 @@ def test_a_trap_is_not_sprung():
         loads(dumps([Trap()], trusted=True), trusted=True)
 
 
+@pytest.mark.parametrize(
+    ('table', 'pickled'),
+    [
+        ([['<f4', [0], 10**9]], pickle.dumps([], 5)),
+        ([['float32', [0], 10**9]], pickle.dumps([], 5)),
+        ([['float32', [0], -1], ['float32', [0], 1]], pickle.dumps([], 5)),
+        ([], b'\x80\x05K\x01' + b'2\x86' * 60 + b'.'),  # pairs of one pair, to a depth of 60
+        ([], b'\x80\x05K\x01' + b'2\x86' * 24 + b'\x85' * 24 + b'.'),
+    ],
+)
+def test_no_more_is_built_than_a_message_has_bytes(monkeypatch, table, pickled):
+    text, made = json.dumps(table).encode(), []
+    head = wire._HEAD.pack(wire.VERSION, len(text), len(pickled)) + text + pickled
+    built = wire._Builder.built
+    monkeypatch.setattr(wire._Builder, 'built', lambda *args: (made.append(1), built(*args))[1])
+    with pytest.raises(SampleError):
+        loads(wire.to_tensor(head + bytes(-len(head) % 64)))
+    assert len(made) <= 2 * len(pickled) + 2
+
+
 def test_containers_without_end_are_refused():
     with pytest.raises(SampleError):
         loads(raw(b']' * 100_000 + b'a' * 99_999 + b'.'))
