@@ -29,6 +29,7 @@ from . import say
 from .common import load_config
 from .hosts import LAUNCH_FLAGS, read_job
 from .ranks import run_rank
+from .result_queues import send_one_by_one
 
 #: How long ranks may take to save and end after a signal, where PyTorch leaves that open.
 SAVE_SECONDS = 300
@@ -99,7 +100,7 @@ def _run_ranks(
     if not verbose:
         silence_torchrun(say if config.max_restarts else None)
     others = set(multiprocessing.active_children())  # of a script that calls this
-    kills = memory_kills()
+    kills, sending = memory_kills(), send_one_by_one()
     try:
         if settings.elastic:
             here, host = addresses_between(str(settings.master_addr))
@@ -121,6 +122,7 @@ def _run_ranks(
                 process.kill()
                 process.join()
             _end_what_is_left()
+            sending.restore()
     except ChildFailedError as error:
         status, text = describe_end(error, folder, kills)
         say(text)

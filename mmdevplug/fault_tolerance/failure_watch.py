@@ -21,7 +21,7 @@ from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.environments.torchrun import AGENT
 from mmdevplug.errors import RankFailedError, first_line
-from mmdevplug.utils.torch_compat import get_text, set_text
+from mmdevplug.utils.torch_compat import get_text, read_counter, set_text
 
 from .abort import GONE, abort, forget_note, note_for_agent, say
 from .heartbeat import (
@@ -30,6 +30,7 @@ from .heartbeat import (
     FAILED,
     LOST,
     LOST_SECONDS,
+    PHASE_SECONDS,
     RUNNING,
     SILENT_SECONDS,
     STOPPED,
@@ -115,11 +116,14 @@ class FailureWatch:
         pause = min(BEAT_SECONDS, max(_TICK, self.env.world_size / 512))
         next_beat, beats, events = 0.0, 0, 0
         try:
+            self.watch_store.add('events', 0)  # for others to read
             while not self._stopped.is_set():
                 self._asked = self.heartbeat.now
-                due = time.monotonic() >= next_beat or self._wake.is_set()
-                if due or self.heartbeat.published is not self.heartbeat.phase:
-                    next_beat = time.monotonic() + BEAT_SECONDS
+                now = time.monotonic()
+                new_phase = self.heartbeat.published is not self.heartbeat.phase
+                early = new_phase and now >= next_beat - BEAT_SECONDS + PHASE_SECONDS
+                if now >= next_beat or early or self._wake.is_set():
+                    next_beat = now + BEAT_SECONDS
                     self._wake.clear()
                     self.heartbeat.publish()
                     self._look_at_neighbour()
@@ -129,7 +133,7 @@ class FailureWatch:
                 self._report_long_wait()
                 if self._stop is not None:
                     self._stop.publish()
-                found = self.watch_store.add('events', 0)
+                found = read_counter(self.watch_store, 'events')
                 if found != events or self._reread:
                     events, self._reread = found, False
                     self._read_events()

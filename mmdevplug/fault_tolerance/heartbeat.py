@@ -1,7 +1,7 @@
 """Publish in the store that each rank is alive, and what it does.
 
-Every rank writes its key every two seconds. One neighbour always reads it, others do when a
-message names the rank.
+Every rank writes its key every two seconds, or every second while it goes from phase to phase. One
+neighbour always reads it, others do when a message names the rank.
 """
 
 import json
@@ -23,6 +23,8 @@ from mmdevplug.utils.torch_compat import get_text, set_text
 from .stack_place import describe_stack
 
 BEAT_SECONDS = 2.0
+#: A beat is earlier, but not by more than this allows, if a rank has come to another phase.
+PHASE_SECONDS = 1.0
 #: Heartbeat silence, in seconds, after which a rank counts as dead if a connection was lost too.
 SILENT_SECONDS = 2.5 * BEAT_SECONDS
 #: And by itself, if nobody can look at its process: it is on another host.

@@ -93,6 +93,11 @@ def set_text(store: 'torch_dist.Store', key: str, text: str) -> None:
     store.add(f'{key}/place', 1 - 2 * before)
 
 
+def read_counter(store: 'torch_dist.Store', key: str) -> int:
+    """Read a number that ``add`` has written under a key, without writing where that works."""
+    return int(store.get(key)) if GETS_BYTES_SAFELY else store.add(key, 0)
+
+
 def get_text(store: 'torch_dist.Store', key: str) -> str:
     """Read what :func:`set_text` wrote under a key, or is about to write."""
     if GETS_BYTES_SAFELY:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,6 +10,7 @@ import yaml
 from mmdevplug.cli import launch, launch_config, say, train
 from mmdevplug.environments import starting
 from mmdevplug.errors import DevPlugError, LaunchError
+from mmdevplug.utils.host import Memory
 from tests.cli.starting import NoRanks
 from tests.commands import python
 from tests.jobs import PATHS, ROOT
@@ -245,8 +245,7 @@ def test_hosts_that_come_and_go_resume(started, capsys):
 
 
 def test_more_processes_than_memory_holds_are_refused(monkeypatch):
-    memory = SimpleNamespace(available=1 << 30)
-    monkeypatch.setattr(starting.psutil, 'virtual_memory', lambda: memory)
+    monkeypatch.setattr(starting, 'available_memory', lambda: Memory(1 << 30))
     with pytest.raises(LaunchError) as caught:
         starting.check_room(100000, say)
     told = str(caught.value)

@@ -1,0 +1,33 @@
+"""Send each rank the queue for its own result: PyTorch sends all queues to all ranks.
+
+Two descriptors of each other rank stayed open in a rank, and ranks above 125 could not be started,
+since a process is sent at most 256.
+"""
+
+from typing import Any, Dict, Tuple
+
+from mmdevplug.utils.patching import OWN, Patch, patch_symbol
+
+
+class SentOneByOne(Dict[int, Any]):
+    """Queues by local rank, of which each process is sent the next: they start in this order."""
+
+    def __init__(self, queues: Dict[int, Any]) -> None:
+        super().__init__(queues)
+        self._next = iter(list(self.items()))
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        return dict, (dict([next(self._next)]),)
+
+
+def send_one_by_one() -> Patch:
+    """Have PyTorch's elastic agent start ranks in this way, until that is restored."""
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    start = MultiprocessContext._start
+
+    def started(context: Any) -> None:
+        context._ret_vals = SentOneByOne(context._ret_vals)
+        start(context)
+
+    return patch_symbol(MultiprocessContext, '_start', started, OWN)
