@@ -17,20 +17,11 @@ from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 
 from .reading import newest_files, read_checkpoint
+from .refusals import refusal
 
 #: Arguments that releases of PyTorch have added, and how the step is computed.
 _OPTIONAL = {'capturable', 'decoupled_weight_decay', 'differentiable', 'foreach', 'fused'}
 _OPTIONAL |= {'maximize'}
-
-
-def refusal(
-    where: str, said: str, advice: str = 'Resume with the config of the checkpoint'
-) -> CheckpointError:
-    """Return the error for a checkpoint that does not fit, with what to do."""
-    return CheckpointError(
-        f'{said} {advice}; or take the weights alone, without --resume: --cfg-options '
-        f'load_from={where}.'
-    )
 
 
 def load_model(

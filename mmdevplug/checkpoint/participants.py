@@ -21,14 +21,16 @@ from mmdevplug.accelerators import rank_device, rank_devices
 from mmdevplug.accelerators.random_states import random_state, set_random_state
 from mmdevplug.data.resumable_loader import has_state, make_resumable
 from mmdevplug.distributed.byte_exchange import gather_bytes
-from mmdevplug.errors import CheckpointError
-from mmdevplug.patches.torch_load import safe_loading
+from mmdevplug.errors import CheckpointError, DevPlugError, first_line
+from mmdevplug.patches.torch_load import last_read, safe_loading
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import loaders_of
+from mmdevplug.utils.state_types import Maybe
 from mmdevplug.version import __version__
 
 from .host_copy import copy_to_host
+from .refusals import refusal, refuse_other_types
 from .writing import save_with_warning
 
 #: The key in a checkpoint, and the version of what is under it.
@@ -175,7 +177,22 @@ class Participants:
     def _give(self) -> None:
         for name, thing in [*self._loaders.items(), *self._things.items()]:
             if name in self.waiting and (self._begun or isinstance(thing, DataLoader)):
-                thing.load_state_dict(self.waiting.pop(name))
+                _load(name, thing, self.waiting.pop(name))
+
+
+def _load(name: str, thing: Any, state: Any) -> None:
+    """Give a participant its state; name it where it cannot take it."""
+    refuse_other_types(state, getattr(thing, 'state_types', None), last_read(), name)
+    try:
+        thing.load_state_dict(state)
+    except DevPlugError:
+        raise
+    except Exception as error:
+        raise refusal(
+            last_read(),
+            f'Cannot resume: the state of {name!r} in checkpoint {last_read()} does not fit: '
+            f'{type(error).__name__}: {first_line(error)}.',
+        ) from error
 
 
 def warn_of_unused(states: Mapping[str, Any]) -> None:
@@ -259,6 +276,7 @@ def named_hooks(runner: AnyRunner) -> Iterator[Tuple[str, Hook]]:
 class RandomStates:
     """The random states of this rank, which are restored when training is where it was."""
 
+    state_types = dict(python='', numpy='', torch='', accelerator='', device=Maybe(''))
     _saved: Optional[Dict[str, Any]] = None
 
     def state_dict(self, renew: bool = True) -> Dict[str, Any]:
@@ -299,6 +317,7 @@ class RankBuffers:
     """
 
     inexact = ''
+    state_types: Sequence[Any] = ()
 
     def __init__(self, runner: AnyRunner) -> None:
         self._runner = runner

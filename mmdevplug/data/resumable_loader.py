@@ -11,6 +11,7 @@ from mmengine.dist import get_rank, get_world_size
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from mmdevplug.utils.loops import UNKNOWN
+from mmdevplug.utils.state_types import Maybe
 
 from .order import Order, build_batch_sampler, build_sampler, draws_on, sampler_of
 
@@ -67,6 +68,10 @@ class ResumableLoader(DataLoader):
     or a stream without worker processes, has these methods itself, they are called.
     """
 
+    state_types = dict(
+        **dict(passes=0, yielded=Maybe(0), workers_run=False, ranks=0, batch_size=Maybe(0)),
+        **dict(seed=Maybe(0), drawn=0, kept=[], sampler_seed=Maybe(0), sampler_epoch=Maybe(0)),
+    )
     order: Optional[Order] = None
     #: The config that it was built from, and the runner's seed, for random numbers of workers.
     config: Any = None

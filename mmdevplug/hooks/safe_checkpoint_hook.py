@@ -25,6 +25,7 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import progress_of, validation_follows
+from mmdevplug.utils.state_types import Maybe
 
 _NUMBERS = (bool, int, float, np.number, torch.Tensor)
 
@@ -80,6 +81,8 @@ class SafeCheckpointHook(CheckpointHook):
         #: The states of all ranks, while a checkpoint is saved.
         self._exact: Optional[Dict] = None
         self._warned: Set[str] = set()
+
+    state_types = dict(validated=False, metrics=Maybe({}))
 
     def state_dict(self) -> Dict[str, Any]:
         """What is known of the validation that follows."""

@@ -26,6 +26,7 @@ from mmdevplug.checkpoint.job import Job, begin_job
 from mmdevplug.checkpoint.participants import Participants
 from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
 from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
+from mmdevplug.checkpoint.state_types import check_types
 from mmdevplug.checkpoint.writing import write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.prepare import prepare_config, refuse_misspelt
@@ -374,6 +375,7 @@ class DeviceRunner(Runner):
         trust_classes(self.cfg.get('checkpoint_classes') or ())  # another runner had its own
         checkpoint = read_for_model(filename, map_location, self.sharding is not None, model)
         if self._resuming:
+            check_types(self, checkpoint, filename)
             adapt_to_hooks(self, checkpoint, filename)
         # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
         self.device_context.materialize()
