@@ -167,8 +167,15 @@ def share_plain_tensors(model: nn.Module, whole: nn.Module, context: DeviceConte
     values = [each.cpu() for each in values]
     for name, attribute, numbers in places:
         attributes, given = vars(model.get_submodule(name)), [values[number] for number in numbers]
-        take = functools.partial(_take_next, given)
-        attributes[attribute] = replace_parts(attributes.get(attribute, given[0]), take)
+        here = attributes.get(attribute)
+        if len([*filter(_is_plain, tensors_in(here))]) != len(given):
+            if len(given) > 1:
+                raise ModelError(
+                    f'sharding: {name}.{attribute} has {len(given)} tensors on rank 0 and others '
+                    f'elsewhere, where it was made without values. Make them buffers.'
+                )
+            here = given[0]  # on rank 0 alone, made by init_weights
+        attributes[attribute] = replace_parts(here, functools.partial(_take_next, given))
 
 
 def _take_next(given: List[Tensor], here: Tensor) -> Tensor:
