@@ -20,6 +20,7 @@ AUTOPATCH = 'autopatch'
 WATCH = 'watch'
 A_RANK = 'a rank'
 WORKER = 'worker'
+COMMAND = 'command'
 
 
 class PatchedSymbol(NamedTuple):
@@ -74,6 +75,7 @@ _LISTED = {
     WATCH: ('sys: excepthook',),
     A_RANK: ('warnings: showwarning',),
     WORKER: ('torch.utils.data._utils.fetch._MapDatasetFetcher: fetch',),
+    COMMAND: ('torch.distributed.elastic.multiprocessing.api.MultiprocessContext: _start',),
 }
 PATCHED_SYMBOLS: List[PatchedSymbol] = []
 for _period, _listed in _LISTED.items():
@@ -120,6 +122,7 @@ PERIODS_EN = {
         'a worker process of a data loader starts, with PyTorch before 1.13',
         'the end of the worker process',
     ),
+    COMMAND: ('`mmdevplug train --nproc` or `test --nproc` starts its ranks', 'their end'),
 }
 
 #: Periods in Chinese: the beginning and the end.
@@ -143,6 +146,7 @@ PERIODS = {
     WATCH: ('分布式作业开始监视各 rank', '进程结束'),
     A_RANK: ('`mmdevplug train --nproc` 的 rank 启动，且没有 `--verbose`', '该 rank 结束'),
     WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
+    COMMAND: ('`mmdevplug train --nproc` 或 `test --nproc` 启动其 rank', '这些 rank 结束'),
 }
 
 
@@ -315,6 +319,11 @@ REASONS_EN = {
         " the other's.",
         'torchrun prints the error of the rank that failed first.',
     ),
+    'torch.distributed.elastic.multiprocessing.api.MultiprocessContext._start': (
+        'Each rank is sent the queues for results of all others, two descriptors each, and more'
+        ' than 125 ranks are refused.',
+        'PyTorch sends each rank its own queue.',
+    ),
     'warnings.showwarning': (
         'Each rank of a host prints the same warnings to one terminal.',
         'torchrun shows once what several ranks print.',
@@ -477,6 +486,10 @@ REASONS = {
     'sys.excepthook': (
         '因其他 rank 而停止的 rank 只打印一行，不用回溯信息淹没出错的 rank。',
         'torchrun 打印最先出错的 rank 的错误。',
+    ),
+    'torch.distributed.elastic.multiprocessing.api.MultiprocessContext._start': (
+        '每个 rank 都会收到其他所有 rank 的结果队列，各占两个描述符，超过 125 个 rank 会被拒绝。',
+        'PyTorch 只向每个 rank 发送它自己的队列。',
     ),
     'warnings.showwarning': (
         '一台主机的每个 rank 都把同样的警告打印到同一个终端。',

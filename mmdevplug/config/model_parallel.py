@@ -74,7 +74,7 @@ class ModelParallelOptions(Options):
         'What follows from an uneven plan: `None`: a warning, and an error if a device gets '
         'nothing; `True`: always an error; `False`: a device may be left out.',
         check=FLAG,
-        read=lambda value, key: bool(value) if value in (0, 1) else value,
+        read=lambda value, key: value if value is None or not FLAG.holds(value) else bool(value),
     )
     exclude_cpu: bool = flag(
         True, 'Whether the host computes nothing; `False` gives it what devices cannot hold.'
