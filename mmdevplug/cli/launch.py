@@ -100,7 +100,7 @@ def _run_ranks(
     if not verbose:
         silence_torchrun(say if config.max_restarts else None)
     others = set(multiprocessing.active_children())  # of a script that calls this
-    kills, sending = memory_kills(), send_one_by_one()
+    kills, sending, well = memory_kills(), send_one_by_one(), False
     try:
         if settings.elastic:
             here, host = addresses_between(str(settings.master_addr))
@@ -116,12 +116,14 @@ def _run_ranks(
                 # Another command of this host, or a pod on it, has opened the port before.
                 config.rdzv_configs['is_host'] = False
                 elastic_launch(config, run_rank)(module, argv)
+            well = True
         finally:
             # What PyTorch has not waited for, after a signal while it starts ranks or a third one.
             for process in set(multiprocessing.active_children()) - others:
                 process.kill()
                 process.join()
-            _end_what_is_left()
+            if not well:
+                _end_what_is_left()
             sending.restore()
     except ChildFailedError as error:
         status, text = describe_end(error, folder, kills)
