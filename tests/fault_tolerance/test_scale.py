@@ -8,6 +8,7 @@ import pytest
 from mmdevplug import init_device
 from mmdevplug.cli.result_queues import SentOneByOne
 from mmdevplug.fault_tolerance.failure import current_watch
+from mmdevplug.utils.torch_compat import GETS_BYTES_SAFELY
 from tests.ranks import run_ranks
 
 
@@ -39,6 +40,7 @@ def count_requests(seconds):
     return watch.watch_store.counts
 
 
+@pytest.mark.skipif(not GETS_BYTES_SAFELY, reason='this PyTorch writes a text in pieces')
 def test_a_rank_writes_at_most_once_a_second():
     seconds = 6
     for counts in run_ranks(count_requests, 3, seconds):
