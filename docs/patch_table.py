@@ -50,8 +50,9 @@ _LISTED = {
         'torch.Tensor: type',
         'torch.amp.autocast_mode.autocast: __init__ __enter__',
         'torch.amp.autocast_mode: torch _cast',
-        'torch: index_select',
-        'torch.Tensor: index_select',
+        'torch: index_select mean',
+        'torch.Tensor: index_select mean',
+        'torch.nn.functional: elu selu celu adaptive_avg_pool2d avg_pool2d',
     ),
     LOG_FILES: ('mmengine.logging.logger: _get_device_id',),
     MODEL: (
@@ -240,6 +241,26 @@ REASONS_EN = {
         "returned, as those of mmcv's `nms_rotated` are; they are copied.",
         'torch_xla reads the shape of one of several outputs of an operator.',
     ),
+    **dict.fromkeys(
+        ('torch.nn.functional.elu', 'torch.nn.functional.selu', 'torch.nn.functional.celu'),
+        (
+            "torch_xla 2.9's gradient of negative inputs is 1 + x in place of exp(x).",
+            'torch_xla has the gradient of the CPU.',
+        ),
+    ),
+    **dict.fromkeys(
+        (
+            'torch.mean',
+            'torch.Tensor.mean',
+            'torch.nn.functional.adaptive_avg_pool2d',
+            'torch.nn.functional.avg_pool2d',
+        ),
+        (
+            'torch_xla 2.9 adds bfloat16 up in bfloat16: means of 28 × 28 elements and more are up'
+            ' to a third too small.',
+            "XLA's compiler for the CPU adds up in float32.",
+        ),
+    ),
     'torch.Tensor.index_select': (
         'torch_xla 2.9 aborts the process if the indices are what `sort` or `topk` '
         "returned, as those of mmcv's `nms_rotated` are; they are copied.",
@@ -412,6 +433,25 @@ REASONS = {
         'BasicVSR 的 `x.type(y.type())` 会失败。没有 CUDA 时，`torch.cuda.FloatTensor` '
         '也不被接受。',
         'torch_xla 注册其类型的名字。',
+    ),
+    **dict.fromkeys(
+        ('torch.nn.functional.elu', 'torch.nn.functional.selu', 'torch.nn.functional.celu'),
+        (
+            'torch_xla 2.9 对负数输入的梯度为 1 + x，而不是 exp(x)。',
+            'torch_xla 的梯度与 CPU 相同。',
+        ),
+    ),
+    **dict.fromkeys(
+        (
+            'torch.mean',
+            'torch.Tensor.mean',
+            'torch.nn.functional.adaptive_avg_pool2d',
+            'torch.nn.functional.avg_pool2d',
+        ),
+        (
+            'torch_xla 2.9 用 bfloat16 累加 bfloat16：28 × 28 及更多元素的均值最多偏小三分之一。',
+            'XLA 的 CPU 编译器用 float32 累加。',
+        ),
     ),
     **dict.fromkeys(
         ('torch.index_select', 'torch.Tensor.index_select'),

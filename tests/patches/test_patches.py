@@ -170,6 +170,7 @@ def symbols_of(*periods, without=()):
     }
 
 
+OF_XLA = ('elu', 'selu', 'celu', 'adaptive_avg_pool2d', 'avg_pool2d')
 INDICES = ('BoolTypeTensor', 'LongTypeTensor', 'IndexType')
 
 
@@ -180,7 +181,7 @@ def expected_of(accelerator, ranks):
     if not hasattr(torch, 'get_autocast_dtype'):  # PyTorch before 2.4
         without = (*without, 'torch', '_cast')
     if accelerator != 'xla':
-        without = (*without, 'update_parameters', 'index_select')
+        without = (*without, 'update_parameters', 'index_select', 'mean', *OF_XLA)
     periods = (page.JOB, page.LOG_FILES, page.AUTOCAST)
     found = symbols_of(*periods, without=without)
     if ranks > 1:

@@ -59,3 +59,54 @@ def test_rotated_boxes_are_suppressed_as_on_the_host():
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert 0 < len(found[0][1]) < 30
+
+
+def compute_numbers():
+    from torch import nn
+    from torch.nn import functional
+
+    import mmdevplug
+
+    mmdevplug.init_device('none', 'xla')
+    mmdevplug.patch_mmengine('xla')
+    torch.manual_seed(0)
+    values, image = torch.linspace(-3, 3, 41), torch.rand(2, 3, 56, 56) + 0.5
+    activations = dict(
+        elu=lambda x: functional.elu(x, 0.7),
+        selu=functional.selu,
+        celu=lambda x: functional.celu(x, alpha=1.3),
+        layers=nn.Sequential(nn.ELU(), nn.CELU(0.5), nn.SELU()),
+        in_place=lambda x: nn.ELU(0.9, inplace=True)(x * 1),
+        by_position=lambda x: functional.elu(x * 1, 0.4, True),
+    )
+    averages = dict(
+        mean=lambda x: x.mean((2, 3)),
+        function=lambda x: torch.mean(x, 3, keepdim=True),
+        all=lambda x: x.mean(),
+        wide=lambda x: x.mean((2, 3), dtype=torch.float32),
+        pool=nn.AdaptiveAvgPool2d(1),
+        window=nn.AvgPool2d(28),
+    )
+    found = {}
+    for device in ('cpu', 'xla'):
+        for kind, functions, given in (
+            ('', activations, values),
+            ('bfloat16 ', averages, image.bfloat16()),
+        ):
+            for name, function in functions.items():
+                x = given.detach().to(device).requires_grad_()
+                result = function(x)
+                result.float().pow(2).sum().backward()
+                pair = result.detach().cpu(), x.grad.cpu()
+                found.setdefault(kind + name, []).append(pair)
+    return found
+
+
+def test_operators_compute_what_the_host_computes():
+    (found,) = run_ranks(compute_numbers, 0)
+    assert len(found) == 12
+    for name, (host, there) in found.items():
+        close = dict(rtol=0.01, atol=1e-4) if 'bfloat16' in name else dict(rtol=1e-5, atol=1e-6)
+        for one, other in zip(host, there):
+            assert one.dtype == other.dtype, name
+            torch.testing.assert_close(other, one, msg=name, **close)
