@@ -166,7 +166,7 @@ class _Signals:
     """End this command at a signal, also while PyTorch waits for other hosts.
 
     Python calls a handler when a call into PyTorch returns, which may take as long as the hosts
-    may take to come. A thread is told by the kernel at once.
+    may take to come. The kernel wakes a thread at once.
     """
 
     def __init__(self, folder: str) -> None:

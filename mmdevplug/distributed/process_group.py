@@ -1,7 +1,6 @@
 """Start torch.distributed on any accelerator, for every launcher of MMEngine."""
 
 import atexit
-import json
 import logging
 import os
 import socket
@@ -39,13 +38,7 @@ from mmdevplug.environments.launch_variables import (
     refuse_to_run_alone,
     restart_count,
 )
-from mmdevplug.environments.loopback import (
-    LOOPBACK,
-    addresses_between,
-    interface_of,
-    is_loopback,
-    loopback_store,
-)
+from mmdevplug.environments.loopback import is_loopback, loopback_store
 from mmdevplug.environments.stale import AGENT_VARIABLES, stale_variables_hidden, unset_line
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.fault_tolerance.abort import say
@@ -57,15 +50,12 @@ from mmdevplug.fault_tolerance.failure import (
 )
 from mmdevplug.fault_tolerance.failure_watch import REPORT_SECONDS
 from mmdevplug.fault_tolerance.heartbeat import COMPILING_SECONDS
-from mmdevplug.fault_tolerance.store_barrier import (
-    LEAVE_SECONDS,
-    next_meeting,
-    run_on_every_rank,
-    wait_until,
-)
+from mmdevplug.fault_tolerance.store_barrier import LEAVE_SECONDS, next_meeting, run_on_every_rank
 from mmdevplug.staged import group_base as staged
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.torch_compat import get_text, is_at_least, set_text
+from mmdevplug.utils.torch_compat import is_at_least
+
+from .interface import choose_interface
 
 _HELD_BY_TORCHRUN = (
     ' TORCHELASTIC_USE_AGENT_STORE=True says that torchrun holds the store; if torchrun did not '
@@ -293,7 +283,7 @@ def _start_group(
     def start() -> None:
         # The others wait inside of PyTorch for a rank that fails here.
         with fail_together('process group'):
-            chosen = _choose_interface(store, env, timeout) if by_gloo else ''
+            chosen = choose_interface(store, env, timeout) if by_gloo else ''
             try:
                 torch_dist.init_process_group(backend, **place, **options)
             except RuntimeError as error:
@@ -422,31 +412,3 @@ def _connect(env: LaunchEnv, timeout: timedelta, holds: bool) -> Any:
             if now - waited < 0.9 * seconds or now >= timeout.total_seconds() - 1:
                 raise
             say(f'{env.describe()} has waited {now:.0f} s for the store at {place[0]}:{place[1]}.')
-
-
-def _choose_interface(store: 'torch_dist.Store', env: LaunchEnv, timeout: timedelta) -> str:
-    """Have gloo use the interface that leads to the other ranks; return what a message says of it.
-
-    By itself gloo takes the address of the host's own name, which fails on many machines: Debian
-    and Ubuntu give it 127.0.1.1. A job of one host stays on the loopback interface.
-    """
-    if 'GLOO_SOCKET_IFNAME' in os.environ:
-        return f' of GLOO_SOCKET_IFNAME={os.environ["GLOO_SOCKET_IFNAME"]}'
-    if env.single_host:
-        names = [name for _, name in socket.if_nameindex() if name in ('lo', 'lo0')]
-        address = LOOPBACK
-    else:
-        address, main = addresses_between(env.master_addr)
-        key = 'mmdevplug/main_address'
-        if not is_loopback(main) and address != main:
-            # Its own name may lead the main host to itself: another host knows its address.
-            set_text(store, f'{key}/text', json.dumps(main))
-            store.add(f'{key}/there', 1)
-        elif is_loopback(address):
-            wait_until(lambda: store.add(f'{key}/there', 0) > 0, timeout.total_seconds())
-            address = json.loads(get_text(store, f'{key}/text'))
-        names = [name for name in [interface_of(address)] if name is not None]
-    if not names:
-        return ''
-    os.environ['GLOO_SOCKET_IFNAME'] = names[0]
-    return f' of the interface {names[0]} ({address}), which leads to {env.master_addr}'
