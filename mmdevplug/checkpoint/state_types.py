@@ -2,7 +2,7 @@
 
 from typing import Any, Dict, Mapping
 
-from mmengine.logging import HistoryBuffer
+from mmengine.logging import HistoryBuffer, MessageHub
 from torch import Tensor
 
 from mmdevplug.utils.annotations import AnyRunner
@@ -38,6 +38,8 @@ def check_types(runner: AnyRunner, checkpoint: Mapping[str, Any], filename: str)
     elif schedulers:
         expected['param_schedulers'] = _states(schedulers)
     given = {name: checkpoint[name] for name in expected if name in checkpoint}
+    if isinstance(given.get('message_hub'), MessageHub):
+        del given['message_hub']  # of MMEngine's first releases
     refuse_other_types(given, expected, filename)
     hub, kinds = given.get('message_hub', {}), given.get('meta', {}).get('kinds', {})
     known = dict(
