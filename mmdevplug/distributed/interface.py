@@ -31,9 +31,16 @@ def choose_interface(store: 'torch_dist.Store', env: LaunchEnv, timeout: timedel
             # Its own name may lead the main host to itself: another host knows its address.
             set_text(store, f'{key}/text', json.dumps(main))
             store.add(f'{key}/there', 1)
-        elif is_loopback(address):
-            wait_until(lambda: store.add(f'{key}/there', 0) > 0, timeout.total_seconds())
-            address = json.loads(get_text(store, f'{key}/text'))
+        store.add(f'{key}/arrived', 1)
+        if is_loopback(address):
+
+            def known() -> bool:
+                arrived = store.add(f'{key}/arrived', 0)
+                return store.add(f'{key}/there', 0) > 0 or arrived >= env.world_size
+
+            wait_until(known, timeout.total_seconds())
+            if store.add(f'{key}/there', 0):  # else the hosts are containers that share this one's
+                address = json.loads(get_text(store, f'{key}/text'))
         names = [name for name in [interface_of(address)] if name is not None]
     if not names:
         return ''
