@@ -36,26 +36,6 @@ _END_SECONDS = 10.0
 _OTHERS_SECONDS = 1.0
 
 
-def connect_gloo(
-    store: 'torch_dist.Store', rank: int, size: int, timeout: timedelta
-) -> 'torch_dist.ProcessGroupGloo':
-    """Make a group of gloo whose ranks are connected when they first speak to each other.
-
-    By itself gloo connects each rank to all others: as many descriptors as there are ranks. Before
-    PyTorch 2.7 it cannot do otherwise.
-    """
-    kind: Any = torch_dist.ProcessGroupGloo
-    if 'lazy_init' not in (kind.create_device.__doc__ or ''):
-        return kind(store, rank, size, timeout)
-    options = kind._Options()
-    names = os.environ.get('GLOO_SOCKET_IFNAME', '')
-    options._devices = [
-        kind.create_device(interface=name, lazy_init=True) for name in names.split(',') if name
-    ] or [kind.create_default_device(lazy_init=True)]
-    options._timeout, options._threads = timeout, 2 * len(options._devices)
-    return kind(store, rank, size, options)
-
-
 class GroupBase(_Base):
     """A group of gloo, the name by which PyTorch knows it, and how a collective begins."""
 
@@ -71,7 +51,7 @@ class GroupBase(_Base):
         self._rank, self._size, self.store, self.limit = rank, size, store, timeout
         # First: others ask for it as soon as this rank is connected.
         store.set(f'staged/process/{rank}', json.dumps([host_name(), os.getpid()]))
-        gloo = connect_gloo(store, rank, size, timeout)
+        gloo = torch_dist.ProcessGroupGloo(store, rank, size, timeout)
         debugs = getattr(torch_dist, 'get_debug_level', None)  # since PyTorch 1.11
         if debugs is not None and debugs() == torch_dist.DebugLevel.DETAIL:
             # Compares collectives and shapes of all ranks before each of them.
