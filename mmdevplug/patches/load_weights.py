@@ -104,9 +104,11 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> Fit:
     refused: List[str] = []
     metadata = getattr(state_dict, '_metadata', None) or {}
     trained: List[str] = []
-    wraps = [*model._modules] == ['module'] and not (model._parameters or model._buffers)
-    if wraps and not any(name.startswith('module.') for name in state_dict):
-        model = model.module  # a wrapper that is no wrapper to MMEngine
+    held = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    if all(name.startswith('module.') for name in held) and not any(
+        name.startswith('module.') for name in state_dict
+    ):
+        model = getattr(model, 'module', model)  # a wrapper that is no wrapper to MMEngine
 
     def load(module: nn.Module, local: Mapping[str, Any], prefix: str = '') -> None:
         if is_model_wrapper(module) or isinstance(module, BaseTTAModel):

@@ -56,7 +56,7 @@ def refusals(folder):
         if path[0] == 'rank':
             stream = io.BytesIO()
             packed = whole['mmdevplug']['ranks'][0]
-            state = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=False)
+            state = load_file(io.BytesIO(packed.numpy().tobytes()))
             torch.save(place(state, path[1:], value), stream)
             ranks = [torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)]
             changed['mmdevplug'] = dict(whole['mmdevplug'], ranks=ranks)
