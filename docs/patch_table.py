@@ -342,7 +342,7 @@ REASONS_EN = {
     ),
     'torch.distributed.elastic.multiprocessing.api.MultiprocessContext._start': (
         'Each rank is sent the queues for results of all others, two descriptors each, and more'
-        ' than 125 ranks are refused.',
+        ' than some 120 ranks cannot be started.',
         'PyTorch sends each rank its own queue.',
     ),
     'warnings.showwarning': (
@@ -528,7 +528,8 @@ REASONS = {
         'torchrun 打印最先出错的 rank 的错误。',
     ),
     'torch.distributed.elastic.multiprocessing.api.MultiprocessContext._start': (
-        '每个 rank 都会收到其他所有 rank 的结果队列，各占两个描述符，超过 125 个 rank 会被拒绝。',
+        '每个 rank 都会收到其他所有 rank 的结果队列，各占两个描述符，'
+        '超过约 120 个 rank 则无法启动。',
         'PyTorch 只向每个 rank 发送它自己的队列。',
     ),
     'warnings.showwarning': (

@@ -1,7 +1,7 @@
 """Send each rank the queue for its own result: PyTorch sends all queues to all ranks.
 
-Two descriptors of each other rank stayed open in a rank, and ranks above 125 could not be started,
-since a process is sent at most 256.
+Two descriptors of each other rank stayed open in a rank, and no more than some 120 ranks could be
+started, since Linux sends a process at most 253 of them.
 """
 
 from typing import Any, Dict, Tuple
