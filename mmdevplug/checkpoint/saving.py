@@ -6,7 +6,6 @@ from concurrent.futures import Future, wait
 from functools import lru_cache, partial
 from itertools import chain, count
 from pathlib import Path
-from threading import Thread
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import mmengine
@@ -29,6 +28,7 @@ from mmdevplug.optim.adapt_config import join_consolidation
 from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 from mmdevplug.utils.loops import loader_of
 from mmdevplug.utils.model import unwrap_model
+from mmdevplug.utils.signals import start_thread
 
 from . import writing
 from .host_copy import copy_to_host
@@ -57,7 +57,7 @@ class BackgroundWriter:
 
         # No executor: Python 3.8 waits for its threads only after the watch for failures has
         # stopped, and the other ranks would take this one for dead.
-        Thread(target=run, name='mmdevplug-checkpoint', daemon=False).start()
+        start_thread(run, 'mmdevplug-checkpoint', daemon=False)
 
     def join(self, timeout: Optional[float] = None) -> bool:
         """Wait, raise the function's error once, and return whether nothing runs any more."""

@@ -5,9 +5,8 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import tempfile
-import threading
+import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -22,8 +21,9 @@ from mmdevplug.environments import starting
 from mmdevplug.environments.loopback import addresses_between, loopback_store
 from mmdevplug.environments.torchrun import AGENT, ELASTIC
 from mmdevplug.errors import LaunchError, first_line
-from mmdevplug.fault_tolerance.ended_ranks import SIGNALS, describe_end, silence_torchrun
+from mmdevplug.fault_tolerance.ended_ranks import describe_end, silence_torchrun
 from mmdevplug.utils.host import memory_kills, usable_cores
+from mmdevplug.utils.signals import SIGNALS, follow_signals
 
 from . import say
 from .common import load_config
@@ -170,34 +170,33 @@ class _Signals:
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder, self._seen = folder, threading.Event()
-        self._told, told = socket.socketpair()
-        told.setblocking(False)
+        self._folder, self._seen = folder, False
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._end)
             elif number == signal.SIGHUP:  # under nohup, which PyTorch overrides
                 signal.pthread_sigmask(signal.SIG_BLOCK, [number])
-        signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
-        threading.Thread(target=self._wait, name='mmdevplug-signals', daemon=True).start()
+        self._unfollow = follow_signals(self._look)
 
     def _end(self, number: int, _: Any) -> None:
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
-        self._seen.set()
+        self._seen = True
         raise SignalException('', sigval=signal.Signals(number))
 
-    def _wait(self) -> None:
-        for byte in iter(lambda: self._told.recv(1), b''):
-            # Once ranks run, PyTorch has handlers of its own, and waits in Python.
-            ours = byte[0] in SIGNALS and signal.getsignal(byte[0]) == self._end
-            if not ours or self._seen.wait(STUCK_SECONDS):
-                continue
-            say(f'ended by {signal.Signals(byte[0]).name}.')
-            for process in multiprocessing.active_children():
-                process.kill()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            os._exit(128 + byte[0])
+    def _look(self, number: int) -> None:
+        # Once ranks run, PyTorch has handlers of its own, and waits in Python.
+        ours = number in SIGNALS and signal.getsignal(number) == self._end
+        if not ours:
+            return
+        time.sleep(STUCK_SECONDS)
+        if self._seen:
+            return
+        say(f'ended by {signal.Signals(number).name}.')
+        for process in multiprocessing.active_children():
+            process.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(128 + number)
 
 
 # before ------------------------------------------------------------------------------------------

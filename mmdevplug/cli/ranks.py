@@ -6,13 +6,13 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any, List
 
 from mmdevplug.fault_tolerance.abort import note_for_agent
-from mmdevplug.fault_tolerance.ended_ranks import SIGNALS, end_without_command
+from mmdevplug.fault_tolerance.ended_ranks import end_without_command
+from mmdevplug.utils.signals import SIGNALS, start_thread
 from mmdevplug.utils.warnings_once import show_warnings_once
 
 from .common import run
@@ -31,8 +31,7 @@ def run_rank(module: str, argv: List[str]) -> None:
     # Those of the server; a signal that came since the fork is delivered now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     parent = os.getppid()
-    watching = threading.Thread(target=end_without_command, args=(parent,), daemon=True)
-    watching.start()
+    start_thread(end_without_command, 'mmdevplug-command', (parent,))
     # As at their import; Python's generator is seeded by the fork.
     import_module('numpy').random.seed()
     import_module('torch').default_generator.seed()

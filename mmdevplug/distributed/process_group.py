@@ -4,7 +4,6 @@ import atexit
 import logging
 import os
 import socket
-import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -53,6 +52,7 @@ from mmdevplug.fault_tolerance.heartbeat import COMPILING_SECONDS
 from mmdevplug.fault_tolerance.store_barrier import LEAVE_SECONDS, next_meeting, run_on_every_rank
 from mmdevplug.staged import group_base as staged
 from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.signals import start_thread
 from mmdevplug.utils.torch_compat import is_at_least
 
 from .interface import choose_interface
@@ -316,9 +316,8 @@ def _end_groups() -> None:
     if not torch_dist.is_initialized() or (watch is not None and watch.ending):
         return  # A rank that failed may have collectives under way that never complete.
     staged.end_all()  # in a time of its own
-    ending = threading.Thread(target=_destroy_groups, name='mmdevplug-groups', daemon=True)
     try:
-        ending.start()
+        ending = start_thread(_destroy_groups, 'mmdevplug-groups')
     except RuntimeError:  # Python 3.12.0 and 3.12.1 start no thread as late as this
         _destroy_groups()
     else:

@@ -5,7 +5,6 @@ import logging
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from types import TracebackType
 from typing import Any, Callable, Optional, Sequence, Type
@@ -14,6 +13,7 @@ from mmdevplug.errors import RankFailedError, first_line
 from mmdevplug.utils.atomic_files import write_text
 from mmdevplug.utils.logs import current_logger
 from mmdevplug.utils.patching import OWN, patch_symbol
+from mmdevplug.utils.signals import start_thread
 
 #: How long the functions that are called before an abort may take together.
 ABORT_SECONDS = 10.0
@@ -90,9 +90,7 @@ def abort(message: str, callbacks: Sequence[Callable[[], Any]] = ()) -> None:
                 print(f'mmdevplug: {type(error).__name__}: {error}', file=sys.stderr, flush=True)
         logging.shutdown()
 
-    ending = threading.Thread(target=run, name='mmdevplug-abort', daemon=True)
-    ending.start()
-    ending.join(ABORT_SECONDS)
+    start_thread(run, 'mmdevplug-abort').join(ABORT_SECONDS)
     for child in multiprocessing.active_children():  # workers of data loaders, which may hang
         child.kill()
     # A collective that hangs in the driver or in the kernel cannot be cancelled.

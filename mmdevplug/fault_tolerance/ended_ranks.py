@@ -5,7 +5,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import threading
 from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
@@ -15,11 +14,10 @@ import psutil
 
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.host import available_memory, memory_kills
+from mmdevplug.utils.signals import SIGNALS, start_thread
 
 from .abort import abort
 
-#: What a user, a scheduler or a terminal ends a job with.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 #: The exit status that Python gives to a process whose fork server has been killed.
 _SERVER_GONE = 255
 
@@ -120,7 +118,7 @@ def end_with_mim() -> None:
     for process in psutil.Process().parents()[:2]:
         with suppress(psutil.Error):  # it has ended, or is another user's
             if any(os.path.basename(word) == 'mim' for word in process.cmdline()[:2]):
-                threading.Thread(target=_follow, args=(process,), daemon=True).start()
+                start_thread(_follow, 'mmdevplug-mim', (process,))
 
 
 def _follow(process: psutil.Process) -> None:

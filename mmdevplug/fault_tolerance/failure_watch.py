@@ -21,6 +21,7 @@ from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.environments.torchrun import AGENT
 from mmdevplug.errors import RankFailedError, first_line
+from mmdevplug.utils.signals import start_thread
 from mmdevplug.utils.torch_compat import get_text, read_counter, set_text
 
 from .abort import GONE, abort, forget_note, note_for_agent, say
@@ -97,10 +98,8 @@ class FailureWatch:
         self._trainings = 0  # that have begun
         self._stop: Optional[StopAgreement] = None  # of the last of them
         self._reread = False  # a training has just begun: read what other ranks asked in it
-        self._beating = threading.Thread(target=self._beat, name='mmdevplug-beat', daemon=True)
-        self._guarding = threading.Thread(target=self._guard, name='mmdevplug-guard', daemon=True)
-        self._beating.start()
-        self._guarding.start()
+        self._beating = start_thread(self._beat, 'mmdevplug-beat')
+        self._guarding = start_thread(self._guard, 'mmdevplug-guard')
 
     def stop(self) -> None:
         """End the threads before the interpreter does, which would not wait for them."""

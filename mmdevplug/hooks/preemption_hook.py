@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, Optional
 
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
@@ -16,6 +16,7 @@ from mmdevplug.fault_tolerance.failure import current_watch, enter_phase
 from mmdevplug.fault_tolerance.stop_together import StopAgreement
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.model import accumulative_counts
+from mmdevplug.utils.signals import follow_signals
 
 #: How long the agent of a host may take to notice that others have come, and to signal its ranks:
 #: with PyTorch 1 it looks every 5 s.
@@ -23,6 +24,8 @@ AGENT_SECONDS = 15.0
 #: Schedulers signal every process of a job, and the agent passes the signal on, too. A second
 #: signal within this time, in seconds, counts as the same notice.
 SAME_NOTICE_SECONDS = 3.0
+#: How long a handler may wait for the main thread before that thread is woken.
+HANDLED_SECONDS = 0.2
 #: SIGUSR1 is what Slurm sends ahead of time if it is asked to (``--signal=USR1@120``).
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -46,6 +49,8 @@ class PreemptionHook(Hook):
         self._asked: Optional[int] = None  # the first signal
         self._asked_to_end = 0.0  # time of the first signal other than SIGUSR1
         self._pid = 0
+        self._handled = 0.0  # time of the newest call of the handler
+        self._unfollow: Optional[Callable[[], None]] = None
 
     def before_train(self, runner: AnyRunner) -> None:
         """Install the signal handlers."""
@@ -58,6 +63,8 @@ class PreemptionHook(Hook):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # as by `nohup`
             self._handlers[number] = signal.signal(number, self._on_signal)
+        if self._handlers:
+            self._unfollow = follow_signals(self._wake)
 
     def after_train(self, runner: AnyRunner) -> None:
         """Put back the handlers that were there before."""
@@ -65,10 +72,22 @@ class PreemptionHook(Hook):
             # None is a handler that was not set from Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._handlers.clear()
+        if self._unfollow is not None:
+            self._unfollow()
+            self._unfollow = None
+
+    def _wake(self, number: int) -> None:
+        """Interrupt the main thread if a signal has reached another one."""
+        arrived = time.monotonic()
+        time.sleep(HANDLED_SECONDS)
+        # The handler may have begun before this thread did.
+        if number in self._handlers and self._handled < arrived - HANDLED_SECONDS:
+            signal.pthread_kill(threading.main_thread().ident, number)
 
     def _on_signal(self, number: int, _: object) -> None:
         if os.getpid() != self._pid:
             return  # in a worker of a data loader, which its training process ends
+        self._handled = time.monotonic()  # no Event: another signal may interrupt its lock
         if number != signal.SIGUSR1:
             now = time.monotonic()
             if self._asked_to_end:

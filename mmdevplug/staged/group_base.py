@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup, distributed_c10d as c10d
 
 from mmdevplug.errors import StagedError, first_line
 from mmdevplug.utils.host import has_ended, host_name
+from mmdevplug.utils.signals import start_thread
 from mmdevplug.utils.torch_compat import is_at_least
 
 from .host_buffers import HostBuffers, as_bytes, check_reduction
@@ -211,9 +212,8 @@ class GroupBase(_Base):
             if not thread.is_alive():
                 self._threads.pop(thread, None)
         # A daemon, so that a rank whose peers are lost ends with its main thread.
-        thread = threading.Thread(target=target, name='staged', daemon=True)
         try:
-            thread.start()
+            thread = start_thread(target, 'staged')
         except RuntimeError:  # "can't create new thread at interpreter shutdown"
             return False
         self._threads[thread] = None

@@ -2,10 +2,11 @@
 
 import time
 from contextlib import contextmanager
-from threading import Event, Thread
+from threading import Event
 from typing import Any, Callable, Iterator, Optional, Union
 
 from .logs import log as write_log
+from .signals import start_thread
 
 #: Seconds before the first line and between lines.
 IN_LOG = (5.0, 20.0)
@@ -30,10 +31,7 @@ def show_progress(
         yield
         return
     done = Event()
-    thread = Thread(
-        target=_show, args=(doing, log or write_log, done), name='mmdevplug-progress', daemon=True
-    )
-    thread.start()
+    thread = start_thread(_show, 'mmdevplug-progress', (doing, log or write_log, done))
     try:
         yield
     finally:

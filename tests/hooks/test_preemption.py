@@ -1,13 +1,16 @@
 """A signal to any rank: all ranks finish the same iteration, save and end."""
 
 import os
+import select
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from mmdevplug.hooks.preemption_hook import PreemptionHook
 from tests.jobs import digits_config, load_file
 from tests.ranks import free_port, launch_variables, run_ranks, start_process
 
@@ -197,8 +200,6 @@ def test_sigint_of_a_single_process_saves_and_is_a_keyboard_interrupt(tmp_path):
 
 
 def test_sighup_is_left_alone_where_it_is_ignored():
-    from mmdevplug.hooks import PreemptionHook
-
     hook, before = PreemptionHook(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         hook.before_train(None)
@@ -210,14 +211,34 @@ def test_sighup_is_left_alone_where_it_is_ignored():
 
 
 def test_handlers_are_put_back():
-    from mmdevplug.hooks import PreemptionHook
-
     before = signal.getsignal(signal.SIGTERM)
     hook = PreemptionHook()
     hook.before_train(None)
     assert signal.getsignal(signal.SIGTERM) != before
     hook.after_train(None)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_another_thread_takes_wakes_the_main_thread(number):
+    """As gloo's threads do, which block no signal."""
+    other = threading.Thread(target=threading.Event().wait, daemon=True)
+    other.start()
+    hook = PreemptionHook()
+    hook.before_train(None)
+    requests = []
+    hook._agreement.request = requests.append
+    sending = threading.Timer(0.2, signal.pthread_kill, (other.ident, number))
+    sending.start()
+    try:
+        # A sleep that no handler cuts short, in which Python runs handlers if a signal comes.
+        began = time.monotonic()
+        select.select([], [], [], 2)
+        assert len(requests) == 1
+        assert hook._handled - began < 1.5
+    finally:
+        hook.after_train(None)
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 @pytest.mark.xla
