@@ -50,9 +50,12 @@ _LISTED = {
         'torch.Tensor: type',
         'torch.amp.autocast_mode.autocast: __init__ __enter__',
         'torch.amp.autocast_mode: torch _cast',
-        'torch: index_select mean',
-        'torch.Tensor: index_select mean',
-        'torch.nn.functional: elu selu celu adaptive_avg_pool2d avg_pool2d',
+        'torch: index_select mean sum var std amax amin cumsum count_nonzero clamp clip reshape '
+        'flatten norm arange where pixel_shuffle',
+        'torch.Tensor: index_select mean sum var std amax amin cumsum count_nonzero clamp clip '
+        'reshape flatten contiguous reshape_as where',
+        'torch.nn.functional: elu selu celu adaptive_avg_pool2d avg_pool2d l1_loss mse_loss '
+        'interpolate batch_norm pixel_shuffle',
     ),
     LOG_FILES: ('mmengine.logging.logger: _get_device_id',),
     MODEL: (
@@ -152,6 +155,11 @@ PERIODS = {
 
 
 #: Reason and condition in English, by the first symbol of a row.
+def _both(names: str) -> List[str]:
+    """Functions that are methods, too."""
+    return [f'{owner}.{name}' for name in names.split() for owner in ('torch', 'torch.Tensor')]
+
+
 REASONS_EN = {
     'mmengine.device.utils.DEVICE': (
         '`get_device()` returns this constant, which is chosen at import from the devices'
@@ -242,6 +250,24 @@ REASONS_EN = {
         'torch_xla reads the shape of one of several outputs of an operator.',
     ),
     **dict.fromkeys(
+        (
+            *_both('amax amin cumsum count_nonzero clamp clip reshape flatten where'),
+            'torch.Tensor.contiguous',
+            'torch.Tensor.reshape_as',
+            'torch.norm',
+            'torch.arange',
+            'torch.pixel_shuffle',
+            'torch.nn.functional.pixel_shuffle',
+            'torch.nn.functional.interpolate',
+            'torch.nn.functional.batch_norm',
+        ),
+        (
+            'torch_xla 2.9 computes otherwise than the CPU, without a word: see '
+            '[torch_xla](torch_xla.md#what-torch_xla-computes-otherwise).',
+            'torch_xla computes what the CPU does.',
+        ),
+    ),
+    **dict.fromkeys(
         ('torch.nn.functional.elu', 'torch.nn.functional.selu', 'torch.nn.functional.celu'),
         (
             "torch_xla 2.9's gradient of negative inputs is 1 + x in place of exp(x).",
@@ -250,14 +276,15 @@ REASONS_EN = {
     ),
     **dict.fromkeys(
         (
-            'torch.mean',
-            'torch.Tensor.mean',
+            *_both('mean sum var std'),
             'torch.nn.functional.adaptive_avg_pool2d',
             'torch.nn.functional.avg_pool2d',
+            'torch.nn.functional.l1_loss',
+            'torch.nn.functional.mse_loss',
         ),
         (
-            'torch_xla 2.9 adds bfloat16 up in bfloat16: means of 28 × 28 elements and more are up'
-            ' to a third too small.',
+            'torch_xla 2.9 adds bfloat16 up in bfloat16: means and sums of 28 × 28 elements and '
+            'more are up to a third too small.',
             "XLA's compiler for the CPU adds up in float32.",
         ),
     ),
@@ -435,6 +462,24 @@ REASONS = {
         'torch_xla 注册其类型的名字。',
     ),
     **dict.fromkeys(
+        (
+            *_both('amax amin cumsum count_nonzero clamp clip reshape flatten where'),
+            'torch.Tensor.contiguous',
+            'torch.Tensor.reshape_as',
+            'torch.norm',
+            'torch.arange',
+            'torch.pixel_shuffle',
+            'torch.nn.functional.pixel_shuffle',
+            'torch.nn.functional.interpolate',
+            'torch.nn.functional.batch_norm',
+        ),
+        (
+            'torch_xla 2.9 的结果与 CPU 不同，而且没有提示：见 '
+            '[torch_xla](torch_xla.md#torch_xla-计算结果不同之处)。',
+            'torch_xla 的结果与 CPU 相同。',
+        ),
+    ),
+    **dict.fromkeys(
         ('torch.nn.functional.elu', 'torch.nn.functional.selu', 'torch.nn.functional.celu'),
         (
             'torch_xla 2.9 对负数输入的梯度为 1 + x，而不是 exp(x)。',
@@ -443,13 +488,15 @@ REASONS = {
     ),
     **dict.fromkeys(
         (
-            'torch.mean',
-            'torch.Tensor.mean',
+            *_both('mean sum var std'),
             'torch.nn.functional.adaptive_avg_pool2d',
             'torch.nn.functional.avg_pool2d',
+            'torch.nn.functional.l1_loss',
+            'torch.nn.functional.mse_loss',
         ),
         (
-            'torch_xla 2.9 用 bfloat16 累加 bfloat16：28 × 28 及更多元素的均值最多偏小三分之一。',
+            'torch_xla 2.9 用 bfloat16 累加 bfloat16：28 × 28 及更多元素的均值与总和'
+            '最多偏小三分之一。',
             'XLA 的 CPU 编译器用 float32 累加。',
         ),
     ),

@@ -170,7 +170,11 @@ def symbols_of(*periods, without=()):
     }
 
 
-OF_XLA = ('elu', 'selu', 'celu', 'adaptive_avg_pool2d', 'avg_pool2d')
+OF_XLA = {
+    symbol.name
+    for symbol in PATCHED_SYMBOLS
+    if symbol.period == page.JOB and symbol.owner in ('torch', 'torch.nn.functional')
+} | {'contiguous', 'reshape_as'}
 INDICES = ('BoolTypeTensor', 'LongTypeTensor', 'IndexType')
 
 
@@ -181,7 +185,7 @@ def expected_of(accelerator, ranks):
     if not hasattr(torch, 'get_autocast_dtype'):  # PyTorch before 2.4
         without = (*without, 'torch', '_cast')
     if accelerator != 'xla':
-        without = (*without, 'update_parameters', 'index_select', 'mean', *OF_XLA)
+        without = (*without, 'update_parameters', *OF_XLA)
     periods = (page.JOB, page.LOG_FILES, page.AUTOCAST)
     found = symbols_of(*periods, without=without)
     if ranks > 1:

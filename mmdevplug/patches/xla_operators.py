@@ -1,0 +1,364 @@
+"""Replace operators that torch_xla 2.9 computes otherwise than the CPU, for its tensors alone.
+
+Each goes when torch_xla computes as the CPU does: ``tests/xla/test_operators.py`` compares them.
+"""
+
+import math
+from functools import lru_cache, wraps
+from inspect import signature
+from typing import Any, Callable, List, Optional, Tuple, Union
+
+import torch
+from torch import Tensor
+from torch.jit import _builtins
+from torch.nn import functional
+
+from mmdevplug.utils.patching import patch_symbol
+
+#: The constants of SELU.
+_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
+#: Of PyTorch 2.9 and later.
+_VIEWS: Any = getattr(torch._C, '_functionalization', None)
+#: Views of all elements in their order.
+_IN_ORDER = (
+    'view_ViewMeta',
+    '_unsafe_view_ViewMeta',
+    'unsqueeze_ViewMeta',
+    'squeeze_ViewMeta',
+    'squeeze_dim_ViewMeta',
+    'squeeze_dims_ViewMeta',
+    'alias_ViewMeta',
+    'detach_ViewMeta',
+)
+
+
+def patch_operators() -> None:
+    """Replace them where PyTorch's functions and methods are called."""
+    for name, compute in (
+        ('elu', _elu),
+        ('selu', _selu),
+        ('celu', _celu),
+        ('interpolate', _interpolate),
+        ('batch_norm', _batch_norm),
+    ):
+        patch_symbol(functional, name, _for_xla(getattr(functional, name), compute))
+    copies = hasattr(_VIEWS, 'get_view_meta_sequence')
+    for owner, names, make in (
+        (Tensor, ('contiguous', 'reshape_as') if copies else (), _copying),
+        ((Tensor, torch), ('reshape', 'flatten') if copies else (), _copying),
+        (functional, ('adaptive_avg_pool2d', 'avg_pool2d', 'l1_loss', 'mse_loss'), _in_float32),
+        (functional, ('avg_pool2d',), _dividing),
+        ((Tensor, torch), ('mean', 'sum', 'var', 'std'), _in_float32),
+        ((Tensor, torch), ('amax', 'amin'), _over_all),
+        ((Tensor, torch), ('cumsum', 'count_nonzero'), _counting),
+        ((Tensor, torch), ('clamp', 'clip'), _clamping),
+        ((functional, torch), ('pixel_shuffle',), _shuffling),
+        ((torch,), ('norm',), _with_largest),
+        ((torch,), ('arange',), _on_host),
+    ):
+        for each in owner if isinstance(owner, tuple) else (owner,):
+            for name in names:
+                _replace(each, name, make)
+    _replace(torch, 'where', _choosing)
+    patch_symbol(Tensor, 'where', _choosing_method(Tensor.where))
+
+
+def _replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
+    before = getattr(owner, name)
+    patch_symbol(owner, name, make(before))
+    operator = _builtins._find_builtin(before)
+    if operator is not None:  # or TorchScript compiles the function that stands there now
+        _builtins._register_builtin(getattr(owner, name), operator)
+
+
+def _for_xla(function: Callable, compute: Callable) -> Callable:
+    """Call ``compute(function, input, options)`` for tensors of torch_xla."""
+    taken = signature(function)
+
+    @wraps(function)
+    def call(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(input, Tensor) or input.device.type != 'xla':
+            return function(input, *args, **kwargs)
+        options = dict(taken.bind(input, *args, **kwargs).arguments)
+        del options['input']
+        return compute(function, input, options)
+
+    return call
+
+
+# activations: the gradient is 1 + x in place of exp(x) -------------------------------------------
+
+
+def _elu(_: Callable, x: Tensor, options: dict) -> Tensor:
+    alpha = options.get('alpha', 1.0)
+    return _negative(x, options, lambda low: alpha * torch.expm1(low))
+
+
+def _celu(_: Callable, x: Tensor, options: dict) -> Tensor:
+    alpha = options.get('alpha', 1.0)
+    return _negative(x, options, lambda low: alpha * torch.expm1(low / alpha))
+
+
+def _selu(_: Callable, x: Tensor, options: dict) -> Tensor:
+    inner = _negative(x, options, lambda low: _SELU_ALPHA * torch.expm1(low))
+    return inner.mul_(_SELU_SCALE) if options.get('inplace') else inner * _SELU_SCALE
+
+
+def _negative(x: Tensor, options: dict, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    if not options.get('inplace'):
+        return torch.where(x > 0, x, compute(x.clamp(max=0)))
+    before = x.clone()
+    return x.copy_(torch.where(before > 0, before, compute(before.clamp(max=0))) * 1)
+
+
+# averages ----------------------------------------------------------------------------------------
+
+
+def _in_float32(average: Callable) -> Callable:
+    """Average bfloat16 in float32: torch_xla keeps the sum in bfloat16, where it stops growing."""
+
+    @wraps(average)
+    def averaged(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.device.type != 'xla' or input.dtype != torch.bfloat16:
+            return average(input, *args, **kwargs)
+        kind = kwargs.get('dtype') or torch.bfloat16
+        return average(input.float(), *args, **kwargs).to(kind)
+
+    return averaged
+
+
+def _dividing(average: Callable) -> Callable:
+    """Divide by ``divisor_override`` here: torch_xla takes that of an earlier call."""
+
+    @wraps(average)
+    def averaged(
+        input: Tensor,
+        kernel_size: Union[int, Tuple[int, int]],
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: Optional[int] = None,
+    ) -> Tensor:
+        options = (kernel_size, stride, padding, ceil_mode)
+        if input.device.type != 'xla' or divisor_override is None or ceil_mode:
+            return average(input, *options, count_include_pad, divisor_override)
+        sides = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+        return average(input, *options, True) * (sides[0] * sides[-1] / divisor_override)
+
+    return averaged
+
+
+def _batch_norm(batch_norm: Callable, x: Tensor, options: dict) -> Tensor:
+    """Take one value of each channel from it first, by which no result changes.
+
+    torch_xla subtracts the square of the mean from the mean of squares: a constant channel has a
+    negative variance, and is NaN.
+    """
+    mean = options.get('running_mean')
+    if not options.get('training') or x.dim() < 2:
+        return batch_norm(x, **options)
+    one = x.detach().flatten(2)[0, :, 0] if x.dim() > 2 else x.detach()[0]
+    if mean is not None:
+        options['running_mean'] = mean - one.to(mean.dtype)
+    result = batch_norm(x - one.view(1, -1, *[1] * (x.dim() - 2)), **options)
+    if mean is not None:
+        mean.copy_(options['running_mean'] + one.to(mean.dtype))
+    return result
+
+
+# sizes -------------------------------------------------------------------------------------------
+
+
+def _interpolate(interpolate: Callable, x: Tensor, options: dict) -> Tensor:
+    """Obey ``scale_factor``, where torch_xla takes the ratio of the sizes."""
+    factor, mode = options.get('scale_factor'), options.get('mode', 'nearest')
+    whole = options.get('recompute_scale_factor') or options.get('align_corners')
+    if factor is None or whole or mode == 'area' or options.get('antialias'):
+        return interpolate(x, **options)
+    factors = factor if isinstance(factor, (list, tuple)) else [factor] * (x.dim() - 2)
+    if all(math.floor(n * each) == n * each for n, each in zip(x.shape[2:], factors)):
+        return interpolate(x, **options)
+    for axis, each in enumerate(factors, 2):
+        taps = _taps(x.shape[axis], float(each), mode, x.dim())
+        parts = [
+            x.index_select(axis, torch.tensor(places, device=x.device))
+            * torch.tensor(weights, dtype=x.dtype, device=x.device).view(
+                -1, *[1] * (x.dim() - axis - 1)
+            )
+            for places, weights in taps
+        ]
+        x = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    return x
+
+
+@lru_cache(maxsize=64)
+def _taps(size: int, factor: float, mode: str, dims: int) -> List[Tuple[List[int], List[float]]]:
+    """For each element of a side that is resized: from which elements, and with what weight."""
+    basis = torch.eye(size).view(1, size, size, *[1] * (dims - 3))
+    scale = (factor, *[1.0] * (dims - 3))
+    rows = functional.interpolate(basis, scale_factor=scale, mode=mode).view(size, -1).t()
+    count = max(1, int((rows != 0).sum(1).max()))
+    places = rows.abs().topk(count, dim=1).indices
+    weights = rows.gather(1, places)
+    return [(places[:, k].tolist(), weights[:, k].tolist()) for k in range(count)]
+
+
+def _shuffling(shuffle: Callable) -> Callable:
+    """Move pixels here: torch_xla takes the factor of an earlier call with the same shape."""
+
+    @wraps(shuffle)
+    def shuffled(input: Tensor, upscale_factor: int) -> Tensor:
+        if input.device.type != 'xla':
+            return shuffle(input, upscale_factor)
+        *others, channels, height, width = input.shape
+        sides, left = (upscale_factor, upscale_factor), channels // upscale_factor**2
+        moved = input.reshape(-1, left, *sides, height, width).permute(0, 1, 4, 2, 5, 3)
+        return moved.reshape(*others, left, height * upscale_factor, width * upscale_factor)
+
+    return shuffled
+
+
+def _on_host(arange: Callable) -> Callable:
+    """Count in steps of fractions on the host: torch_xla rounds the number of steps otherwise."""
+
+    @wraps(arange)
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        numbers = [*args, *map(kwargs.get, ('start', 'end', 'step'))]
+        device = kwargs.get('device')
+        fractions = any(isinstance(each, float) and each % 1 for each in numbers)
+        if not fractions or device is None or torch.device(device).type != 'xla':
+            return arange(*args, **kwargs)
+        return arange(*args, **dict(kwargs, device='cpu')).to(device)
+
+    return counted
+
+
+# memory ------------------------------------------------------------------------------------------
+
+
+def _copying(method: Callable) -> Callable:
+    """Copy where PyTorch copies: torch_xla shares memory, into which a later write goes."""
+
+    @wraps(method)
+    def called(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result = method(input, *args, **kwargs)
+        if input.device.type != 'xla' or input._base is None:
+            return result
+        views = _VIEWS.get_view_meta_sequence(input)
+        if all(type(each).__name__ in _IN_ORDER for each in views):
+            return result
+        # The same views of memory that has strides.
+        base = torch.empty(input._base.shape, dtype=input._base.dtype, device='meta')
+        strided = _VIEWS.apply_view_meta_sequence(base, [*map(_sharing, views)])
+        if method.__name__ == 'contiguous':
+            shares = strided.is_contiguous()
+        else:
+            shares = method(strided, *args, **kwargs)._is_view()
+        return result if shares else method(input.clone(), *args, **kwargs)
+
+    return called
+
+
+def _sharing(view: Any) -> Any:
+    """A view that is one: those of torch_xla copy on devices that have memory."""
+    symbolic, _, *others = view.as_tuple()
+    return type(view)((symbolic, True, *others))
+
+
+# types and reductions ----------------------------------------------------------------------------
+
+
+def _choosing(where: Callable) -> Callable:
+    """Give both sides the type of the result: torch_xla takes that of the first."""
+
+    @wraps(where)
+    def choose(condition: Tensor, *sides: Any, **kwargs: Any) -> Any:
+        named = [name for name in ('input', 'self', 'other') if name in kwargs]
+        sides = (*sides, *map(kwargs.pop, named))
+        if condition.device.type != 'xla' or len(sides) != 2:
+            return where(condition, *sides, **kwargs)
+        kind = torch.result_type(*sides)
+        first, second = (
+            each.to(kind) if isinstance(each, Tensor) else _as(each, kind) for each in sides
+        )
+        return where(condition, first, second, **kwargs)
+
+    return choose
+
+
+def _choosing_method(where: Callable) -> Callable:
+    @wraps(where)
+    def choose(input: Tensor, condition: Tensor, other: Any) -> Tensor:
+        if input.device.type != 'xla':
+            return where(input, condition, other)
+        return torch.where(condition, input, other)
+
+    return choose
+
+
+def _as(number: Any, kind: torch.dtype) -> Any:
+    return float(number) if kind.is_floating_point else number
+
+
+def _clamping(clamp: Callable) -> Callable:
+    """Clamp integers by fractions as floats: torch_xla cuts the result to integers."""
+
+    @wraps(clamp)
+    def clamped(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.device.type == 'xla' and not input.is_floating_point():
+            for bound in (*args, *kwargs.values()):
+                if isinstance(bound, (float, Tensor)):
+                    input = input.to(torch.result_type(input, bound))
+        return clamp(input, *args, **kwargs)
+
+    return clamped
+
+
+def _over_all(extreme: Callable) -> Callable:
+    """Reduce over all dimensions where none is given: torch_xla returns the tensor as it is."""
+
+    @wraps(extreme)
+    def reduced(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.device.type == 'xla' and not args and kwargs.get('dim', ()) in ((), []):
+            kwargs['dim'] = tuple(range(input.dim()))
+        return extreme(input, *args, **kwargs)
+
+    return reduced
+
+
+def _counting(count: Callable) -> Callable:
+    """Count integers and masks as PyTorch does, in 64 bits: torch_xla keeps their type."""
+
+    @wraps(count)
+    def counted(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.device.type != 'xla':
+            return count(input, *args, **kwargs)
+        if count.__name__ == 'count_nonzero':
+            return (input != 0).long().sum(*args, **kwargs)
+        if kwargs.get('dtype') is None and not input.is_floating_point():
+            input = input.long()
+        return count(input, *args, **kwargs)
+
+    return counted
+
+
+def _with_largest(norm: Callable) -> Callable:
+    """Find the largest and smallest absolute value here: torch_xla returns 1."""
+
+    @wraps(norm)
+    def normed(
+        input: Tensor,
+        p: Any = 'fro',
+        dim: Any = None,
+        keepdim: bool = False,
+        out: Any = None,
+        dtype: Any = None,
+    ) -> Tensor:
+        if input.device.type != 'xla' or p not in (math.inf, -math.inf) or out is not None:
+            return norm(input, p, dim, keepdim, out, dtype)
+        sizes = input.abs() if dtype is None else input.to(dtype).abs()
+        extreme = sizes.amax if p > 0 else sizes.amin
+        return extreme(dim=tuple(range(input.dim())) if dim is None else dim, keepdim=keepdim)
+
+    return normed
