@@ -4,7 +4,7 @@ import sys
 import tempfile
 import traceback
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from typing import Any, Iterator, List, NamedTuple
+from typing import Any, Iterator, List, NamedTuple, Tuple
 
 import torch
 from mmengine.config import Config
@@ -30,6 +30,7 @@ from mmdevplug.runner.explain_errors import explained
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.pytree import tensors_in
 
+from .comparison import compare_step
 from .findings import Finding, Section, exit_status
 
 section = Section('config')
@@ -44,7 +45,7 @@ class Step(NamedTuple):
     findings: List[Finding]
 
 
-def train_one_step(cfg: Config, policy: str = 'error') -> Step:
+def train_one_step(cfg: Config, policy: str = 'error', compare: bool = True) -> Step:
     """Build everything that a training builds, and train one step.
 
     Nothing is loaded, and nothing is written but a temporary folder. Weights, which may have to be
@@ -54,27 +55,22 @@ def train_one_step(cfg: Config, policy: str = 'error') -> Step:
         cfg (Config): As ``load_config`` returns it; changed in place.
         policy (str): What the guard does with an operation that mixes devices. Defaults to
             ``'error'``.
+        compare (bool): Compare the step with one on the CPU first. Defaults to True.
 
     Raises:
         DevPlugError: If the training would be refused before its first step.
     """
-    for key in ('resume', 'load_from'):
-        cfg.pop(key, None)
-    if isinstance(cfg.get('visualizer'), dict):
-        cfg.visualizer.vis_backends = None  # which write elsewhere; hooks may ask for its class
-    cfg.log_level = 'WARNING'
-    with tempfile.TemporaryDirectory() as cfg.work_dir, redirect_stdout(sys.stderr):
-        runner = RUNNERS.build(cfg)
-        _check_runner(runner)
+    with _built(cfg) as (runner, batch):
         guard = DeviceGuard(policy=policy, model=runner.model) if HAS_MODES else None
-        with explained(runner, 'train'):
-            batch = _prepare(runner)
         findings: List[Finding] = []
         if guard is None:
             said = (
                 f'torch {torch.__version__} cannot look at single operations; 1.13 and later can'
             )
             findings.append(section.note(said, 'the devices of weights are looked at.'))
+        if compare:
+            with _noting(findings, runner, 'train', 'the step'):
+                findings += compare_step(runner, batch)
         with listing_unused(runner.model) as unused:
             with _noting(findings, runner, 'train', 'the step'), guard or nullcontext():
                 runner.model.train_step(batch, optim_wrapper=runner.optim_wrapper)
@@ -92,6 +88,27 @@ def train_one_step(cfg: Config, policy: str = 'error') -> Step:
         moved = guard.report() if policy != 'error' and sites else ''
         devices = ', '.join(map(str, runner.device_context.devices))
         return Step(devices, moved, findings)
+
+
+def compare_with_cpu(cfg: Config) -> List[Finding]:
+    """Compare one training step with one on the CPU; see :func:`train_one_step`."""
+    with _built(cfg) as (runner, batch):
+        return compare_step(runner, batch)
+
+
+@contextmanager
+def _built(cfg: Config) -> Iterator[Tuple[DeviceRunner, Any]]:
+    for key in ('resume', 'load_from'):
+        cfg.pop(key, None)
+    if isinstance(cfg.get('visualizer'), dict):
+        cfg.visualizer.vis_backends = None  # which write elsewhere; hooks may ask for its class
+    cfg.log_level = 'WARNING'
+    with tempfile.TemporaryDirectory() as cfg.work_dir, redirect_stdout(sys.stderr):
+        runner = RUNNERS.build(cfg)
+        _check_runner(runner)
+        with explained(runner, 'train'):
+            batch = _prepare(runner)
+        yield runner, batch
 
 
 @contextmanager

@@ -46,6 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
         help='what happens to an operation that mixes devices: it ends the step, is reported, or '
         'its operands are moved (default: error)',
     )
+    parser.add_argument(
+        '--no-comparison',
+        action='store_true',
+        help='leave out the comparison of outputs and gradients with the CPU',
+    )
     parser.set_defaults(launcher='none', local_rank=None, work_dir=None)
     return parser
 
@@ -59,7 +64,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     env = check_launch_variables(args)
     cfg = _load(args)
     print_strategies(cfg, env, console)
-    step = train_one_step(cfg, args.guard)
+    step = train_one_step(cfg, args.guard, not args.no_comparison)
     if step.moved:
         console.print(Text(step.moved))
     print_findings(step.findings, console)

@@ -1,18 +1,27 @@
 """Train: ``tools/train.py``, and what every process of ``mmdevplug train`` runs."""
 
 import argparse
+import os
 import sys
-from typing import List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
 from mmdevplug.checks.config_file import check_checkpoint
-from mmdevplug.errors import DevPlugError
+from mmdevplug.checks.findings import Finding, Section
+from mmdevplug.checks.isolated import run_isolated
+from mmdevplug.environments.torchrun import AGENT
+from mmdevplug.errors import DevPlugError, ModelError
 
+from . import say as print_line
 from .arguments import Parser
 from .common import add_common_arguments, load_complete_config, run
 from .hosts import add_launch_arguments, starts_processes
+
+section = Section('numbers')
+#: How long the comparison with the CPU may take.
+STEP_SECONDS = 600.0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,6 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         '--auto-scale-lr', action='store_true', help='scale the learning rate with the batch'
     )
+    parser.add_argument(
+        '--compare-with-cpu',
+        action='store_true',
+        help='compare one training step with the same step on the CPU before training',
+    )
     add_launch_arguments(parser)
     return parser
 
@@ -47,11 +61,18 @@ def main(argv: Optional[List[str]] = None) -> None:
     """Train a model."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
+    if args.compare_with_cpu and AGENT not in os.environ and os.getenv('RANK', '0') == '0':
+        _compare_first(argv)
     if starts_processes(args):
         from .launch import launch  # which a rank does without
 
         launch('mmdevplug.cli.train', argv, args)
         return
+    RUNNERS.build(configure(args)).train()
+
+
+def configure(args: argparse.Namespace) -> Config:
+    """The config that the arguments of this command ask for."""
     keys = ('model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
     cfg = load_complete_config(args, keys)
     if args.amp:
@@ -68,7 +89,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         cfg.resume = args.resume
     if args.resume_settings is not None:
         cfg.accelerator.resume_settings = args.resume_settings
-    RUNNERS.build(cfg).train()
+    return cfg
 
 
 def _scale_lr(cfg: Config) -> None:
@@ -79,6 +100,37 @@ def _scale_lr(cfg: Config) -> None:
             f'found auto_scale_lr={found!r}. Add the batch size that the learning rate is for.'
         )
     cfg.auto_scale_lr.enable = True
+
+
+def _compare_first(argv: List[str]) -> None:
+    """Compare a step in a process of its own, which leaves the devices to those that train.
+
+    Args:
+        argv (list[str]): Arguments of ``mmdevplug train``.
+
+    Raises:
+        ModelError: If the device computes otherwise.
+    """
+    for finding in run_isolated(
+        'mmdevplug.cli.train', ['the comparison'], dict(argv=argv), STEP_SECONDS
+    ):
+        if finding.level == 'error':
+            remedy = f' {finding.remedy} (--compare-with-cpu).' if finding.remedy else ''
+            raise ModelError(f'{finding.found}: {finding.why}{remedy}')
+        print_line(f'{finding.found}.')
+
+
+def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:
+    """Compare; see :mod:`mmdevplug.checks.isolated`."""
+    from mmdevplug.checks.one_step import compare_with_cpu  # ranks do without
+
+    args = build_parser().parse_args(options['argv'])
+    args.launcher = 'none'
+    say('loading the config')
+    cfg = configure(args)
+    say('one training step')
+    found = compare_with_cpu(cfg)
+    yield from found or [section.note(f'{task}: this job trains on the CPU')]
 
 
 if __name__ == '__main__':

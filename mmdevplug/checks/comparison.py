@@ -1,0 +1,286 @@
+"""Compare a training step on a device with the same step on the CPU, module by module."""
+
+import copy
+from contextlib import contextmanager, nullcontext
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+from mmengine.model import BaseModel
+from mmengine.registry import MODELS, DefaultScope
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from mmdevplug.errors import first_line
+from mmdevplug.runner import DeviceRunner
+from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
+from mmdevplug.utils.pytree import tensors_in
+
+from .findings import Finding, Section
+
+section = Section('numbers')
+#: How far apart results may be, relative to the largest of a tensor: TF32 of CUDA included.
+TOLERANCE = 5e-3
+#: The same in mixed precision, beside float32 on the CPU.
+TOLERANCE_OF_HALF = 0.1
+#: What another seed and weights that are moved by rounding change may be exceeded so far.
+SPREAD = 20.0
+ROUNDING = 1e-6
+#: Smaller than this part of the largest gradient, a gradient is rounding.
+NEGLIGIBLE = 1e-4
+#: Elements of a tensor that are compared, at equal distances.
+SAMPLES = 65536
+WHY = 'the training would learn something else.'
+REMEDY = (
+    'Write it by other operators, and report it to the vendor of the device; where the difference '
+    'is meant, leave the comparison out'
+)
+
+Key = Tuple[str, int, int]  # name of a module, its call, a tensor of its output
+
+
+class Record:
+    """What one step computed, in the order in which modules returned."""
+
+    def __init__(self) -> None:
+        self.outputs: Dict[Key, Tensor] = {}
+        self.gradients: Dict[Key, Tensor] = {}  # of these outputs
+        self.of_weights: Dict[str, Tensor] = {}
+        self.after: Dict[str, Tensor] = {}  # weights and buffers
+        self.kinds: Dict[str, str] = {}
+        self._calls: Dict[str, int] = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Record outputs of the modules of a model, and the gradients that arrive there."""
+        handles = []
+        for name, module in model.named_modules():
+            self.kinds[name] = type(module).__name__
+            handles.append(module.register_forward_hook(self._hook(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def note(_: nn.Module, __: Any, output: Any) -> None:
+            call = self._calls[name] = self._calls.get(name, 0) + 1
+            for number, tensor in enumerate(tensors_in(output)):
+                if not tensor.is_floating_point():
+                    continue
+                key = name, call, number
+                self.outputs[key] = sample(tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad, key=key: self._keep(key, grad))
+
+        return note
+
+    def _keep(self, key: Key, grad: Tensor) -> None:
+        self.gradients[key] = sample(grad)
+
+    def finish(self, model: nn.Module, scale: float) -> None:
+        """Record gradients and values of weights, and bring everything to the host."""
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self.of_weights[name] = sample(parameter.grad)
+        for name, tensor in model.state_dict().items():
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                self.after[name] = sample(tensor)
+        for found in (self.outputs, self.gradients, self.of_weights, self.after):
+            for key, tensor in found.items():
+                found[key] = tensor.cpu().double()  # type: ignore[index]
+        for found in (self.gradients, self.of_weights):
+            for tensor in found.values():
+                tensor.div_(scale)
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """A copy of some elements of a tensor, (N,) with N at most :data:`SAMPLES`."""
+    flat = tensor.detach().flatten()
+    step = max(1, -(-flat.numel() // SAMPLES))
+    return flat[::step].clone().float()
+
+
+class Difference(NamedTuple):
+    """Where a device and the CPU part."""
+
+    key: Any
+    there: float
+    here: float
+
+    def told(self, device: str) -> str:
+        """Both values, as words."""
+        return f'{self.there:.5g} on {device} and {self.here:.5g} on the CPU'
+
+
+def compare_step(runner: DeviceRunner, batch: Any) -> List[Finding]:
+    """Compare one step of a runner's model with that of a new model on the CPU.
+
+    The model on the CPU gets the same weights and the same batch. A third step, there, with
+    another seed and weights moved by rounding, shows what is random or sensitive, which no
+    difference counts of.
+
+    Args:
+        runner (DeviceRunner): Built, with its optimizer wrapper; in one process.
+        batch (any): What its data loader gives; it is not changed.
+    """
+    device, model = runner.device_context.device, runner.model
+    if device.type == 'cpu':
+        return []
+    unlike = _why_not(runner)
+    if unlike is None:
+        try:
+            with DefaultScope.overwrite_default_scope(runner.default_scope.scope_name):
+                hosts = [MODELS.build(copy.deepcopy(runner.cfg.model)) for _ in range(2)]
+            weights = {name: _on_host(each) for name, each in model.state_dict().items()}
+            for host in hosts:
+                host.load_state_dict(weights)
+            here = _step(hosts[0], batch, None)
+            spread = _step(hosts[1], batch, None, moved=True)
+        except Exception as error:
+            # Whatever the model raises on the CPU alone.
+            unlike = f'the step fails on the CPU: {first_line(error)}'
+    if unlike is not None:
+        return [section.note(f'not compared with the CPU: {unlike}')]
+    try:
+        there = _step(model, batch, runner)
+    except Exception:
+        return []  # which the step that follows says
+    half = any(hasattr(each, 'cast_dtype') for each in list_optim_wrappers(runner.optim_wrapper))
+    tolerance = TOLERANCE_OF_HALF if half else TOLERANCE
+    found = find_difference(there, here, spread, tolerance, str(device))
+    if found is None:
+        return [section.ok(f'outputs and gradients of {len(here.kinds)} modules as on the CPU')]
+    return [section.error(found, WHY, REMEDY)]
+
+
+def _why_not(runner: DeviceRunner) -> Optional[str]:
+    model = runner.model
+    if runner.parallelism is not None or runner.sharding is not None:
+        return 'the model is spread over several devices.'
+    if unwrap_model(model) is not model or not isinstance(model, BaseModel):
+        return f'{type(model).__name__} is no model of MMEngine.'
+    if type(model).train_step is not BaseModel.train_step:
+        return f'{type(model).__name__} has a train_step() of its own.'
+    if not isinstance(runner.cfg.get('model'), dict):
+        return 'the config has no model that can be built again.'
+    return None
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _step(
+    model: BaseModel, batch: Any, runner: Optional[DeviceRunner], moved: bool = False
+) -> Record:
+    """Compute losses and gradients; on the CPU if there is no runner."""
+    record, batch = Record(), copy.deepcopy(batch)
+    torch.manual_seed(int(moved))
+    model.train()
+    model.zero_grad()
+    if moved:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + ROUNDING * torch.randn_like(parameter))
+    wrapper = None if runner is None else next(iter(list_optim_wrappers(runner.optim_wrapper)))
+    scaler = getattr(wrapper, 'loss_scaler', None)
+    scale = 1.0 if scaler is None else float(scaler.get_scale())
+    with _without_dropout(model), record.watching(model):
+        with nullcontext() if wrapper is None else wrapper.optim_context(model):
+            losses = model(**model.data_preprocessor(batch, True), mode='loss')
+            loss = model.parse_losses(losses)[0]
+        (loss * scale).backward()
+    if runner is not None:
+        runner.device_context.materialize()
+    record.outputs['the loss', 1, 0] = loss.detach().flatten().float()
+    record.finish(model, scale)
+    model.zero_grad()
+    return record
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Draw nothing in layers that drop values: each device draws otherwise."""
+    before: List[Tuple[nn.Module, str, Any]] = []
+    for module in model.modules():
+        if isinstance(module, _DropoutNd) or type(module).__name__.startswith('Drop'):
+            before.append((module, 'training', module.training))
+            module.training = False
+        elif isinstance(getattr(module, 'dropout', None), float):  # attention
+            before.append((module, 'dropout', module.dropout))
+            module.dropout = 0.0
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def find_difference(
+    there: Record, here: Record, spread: Record, tolerance: float, device: str
+) -> Optional[str]:
+    """Describe the first difference of a device from the CPU.
+
+    Outputs are looked at in the order of the forward pass, gradients against it.
+    """
+    order = list(here.outputs)
+    found = _first(order, there.outputs, here.outputs, spread.outputs, tolerance)
+    if found is not None:
+        return _say('the output of', found, here, order, device)
+    keys = [key for key in reversed(order) if key in here.gradients]
+    found = _first(keys, there.gradients, here.gradients, spread.gradients, tolerance, True)
+    if found is not None:
+        return _say('the gradient behind', found, here, order, device)
+    names = list(reversed(here.of_weights))
+    found = _first(names, there.of_weights, here.of_weights, spread.of_weights, tolerance, True)
+    if found is not None:
+        return f'the gradient of {found.key} is {found.told(device)}'
+    found = _first(list(here.after), there.after, here.after, spread.after, tolerance)
+    if found is not None:
+        return f'after the step {found.key} is {found.told(device)}'
+    return None
+
+
+def _first(
+    keys: List[Any],
+    there: Dict[Any, Tensor],
+    here: Dict[Any, Tensor],
+    spread: Dict[Any, Tensor],
+    tolerance: float,
+    gradients: bool = False,
+) -> Optional[Difference]:
+    largest = max((_size(each) for each in here.values()), default=0.0) if gradients else 0.0
+    for key in keys:
+        one, other, moved = here[key], there.get(key), spread.get(key)
+        if moved is None or moved.shape != one.shape or not one.numel():
+            continue  # drawn at random
+        if other is None or other.shape != one.shape:
+            return Difference(key, float('nan'), float(one[0]))
+        if not torch.isfinite(one).all() or not torch.isfinite(moved).all():
+            continue
+        size = max(_size(one), NEGLIGIBLE * largest, 1e-12)
+        allowed = max(tolerance * size, SPREAD * float((moved - one).abs().max()))
+        apart = (other - one).abs()
+        apart[~torch.isfinite(other)] = float('inf')
+        place = int(apart.argmax())
+        if apart[place] > allowed:
+            return Difference(key, float(other[place]), float(one[place]))
+    return None
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor[torch.isfinite(tensor)].abs().max()) if tensor.numel() else 0.0
+
+
+def _say(what: str, found: Difference, here: Record, order: List[Key], device: str) -> str:
+    name, call, _ = found.key
+    kind = here.kinds.get(name)
+    place = name if kind is None else f'{name or "the model"} ({kind})'
+    text = f'{what} {place} is {found.told(device)}' + (f' in call {call}' if call > 1 else '')
+    if what == 'the gradient behind':
+        after = next((key[0] for key in order[order.index(found.key) + 1 :]), None)
+        text = f'{text}; the operators between it and {after or "the loss"} differ'
+    elif any(key[0].startswith(f'{name}.' if name else '') for key in order if key[0] != name):
+        text = f'{text}; its parts are right, so that its own forward() differs'
+    return text

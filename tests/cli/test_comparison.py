@@ -1,0 +1,132 @@
+"""A training step of a card beside the CPU's: the first module that differs is named."""
+
+import os
+import subprocess
+
+import pytest
+
+from tests.cli.checking import STANDIN, checked
+from tests.cli.starting import MAIN
+from tests.jobs import PATHS, ROOT, need_card
+
+DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
+
+#: Parts that compute otherwise on a card, as operators of vendors do.
+MODEL = """
+import torch
+from mmengine.model import BaseModel
+from mmengine.registry import MODELS
+from torch import nn
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if grad.device.type == 'cpu' else grad * 1.2
+
+
+class Part(nn.Module):
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+        self.register_buffer('seen', torch.zeros(1))
+
+    def forward(self, x):
+        card = x.device.type != 'cpu'
+        if self.fault == 'output' and card:
+            x = x * 1.1
+        if self.fault == 'nan' and card:
+            x = torch.where(x == x.max(), float('nan'), x)
+        if self.fault == 'gradient':
+            x = WrongGradient.apply(x)
+        self.seen += 2 if self.fault == 'buffer' and card else 1
+        return x
+
+
+@MODELS.register_module()
+class Planted(BaseModel):
+    def __init__(self, fault=None):
+        super().__init__()
+        self.fault = fault
+        self.first = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32))
+        self.part = Part(fault)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(32, 10)
+
+    def forward(self, inputs, labels, mode='loss'):
+        x = self.last(self.drop(self.part(self.first(inputs))).relu())
+        if self.fault == 'own' and x.device.type != 'cpu':
+            x = x * 1.3
+        return dict(loss=nn.functional.cross_entropy(x, labels))
+"""
+
+FAULTS = dict(
+    output='the output of part (Part) is ',
+    nan='the output of part (Part) is nan on zeta:0 and ',
+    gradient='; the operators between it and part differ',
+    own='; its parts are right, so that its own forward() differs',
+    buffer='after the step part.seen is 2 on zeta:0 and 1 on the CPU',
+)
+
+
+@pytest.fixture
+def job(tmp_path):
+    need_card()
+    (tmp_path / 'planted_parts.py').write_text(MODEL)
+
+    def write(fault=None):
+        config = tmp_path / 'config.py'
+        config.write_text(
+            f'_base_ = [{DIGITS!r}]\n'
+            "custom_imports = dict(imports=['fakecard_from_env', 'mmdevplug.examples.digits', "
+            "'planted_parts'])\n"
+            f"model = dict(_delete_=True, type='Planted', fault={fault!r})\n"
+            "accelerator = dict(type='zeta')\n"
+            'val_cfg = val_dataloader = val_evaluator = None\n'
+            'test_cfg = test_dataloader = test_evaluator = None\n'
+            'train_cfg = dict(max_epochs=1)\n'
+        )
+        return dict(folder=tmp_path, FAKECARD_NAME='zeta'), config
+
+    return write
+
+
+@pytest.mark.parametrize('fault', FAULTS)
+def test_what_differs_is_named(job, fault):
+    where, config = job(fault)
+    status, out, err = checked(config, **where)
+    assert FAULTS[fault] in out, out + err
+    assert status == 1
+    assert ' on zeta:0 and ' in out
+
+
+def test_what_is_equal_is_said(job):
+    where, config = job()
+    status, out, err = checked(config, **where)
+    assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
+    assert status == 0
+
+
+def test_the_comparison_can_be_left_out(job):
+    where, config = job('output')
+    status, out, err = checked(config, '--no-comparison', **where)
+    assert status == 0, out + err
+    assert 'as on the CPU' not in out
+
+
+def test_a_training_does_not_begin_where_numbers_differ(job):
+    where, config = job('output')
+    work_dir = where['folder'] / 'work'
+    words = ['train', config, '--compare-with-cpu', '--nproc', '2', '--work-dir', work_dir]
+    env = dict(os.environ, PYTHONPATH=f'{where["folder"]}:{STANDIN}:{PATHS}', FAKECARD_NAME='zeta')
+    done = subprocess.run(
+        [*MAIN, *map(str, words)], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith('mmdevplug: ModelError: the output of part (Part) is 3.'), done.stderr
+    assert not any(work_dir.iterdir())
