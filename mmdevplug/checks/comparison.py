@@ -131,7 +131,7 @@ def compare_step(runner: DeviceRunner, batch: Any) -> List[Finding]:
     if unlike is None:
         try:
             with DefaultScope.overwrite_default_scope(runner.default_scope.scope_name):
-                hosts = [MODELS.build(copy.deepcopy(runner.cfg.model)) for _ in range(2)]
+                hosts = [MODELS.build(_config_of(runner)) for _ in range(2)]
             weights = {name: _on_host(each) for name, each in model.state_dict().items()}
             for host in hosts:
                 host.load_state_dict(weights)
@@ -165,6 +165,13 @@ def _why_not(runner: DeviceRunner) -> Optional[str]:
     if not isinstance(runner.cfg.get('model'), dict):
         return 'the config has no model that can be built again.'
     return None
+
+
+def _config_of(runner: DeviceRunner) -> Any:
+    config = copy.deepcopy(runner.cfg.model)
+    if runner.cfg.get('data_preprocessor') is not None:  # as MMEngine's runner
+        config.setdefault('data_preprocessor', copy.deepcopy(runner.cfg.data_preprocessor))
+    return config
 
 
 def _on_host(value: Any) -> Any:

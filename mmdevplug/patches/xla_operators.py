@@ -159,11 +159,17 @@ def _batch_norm(batch_norm: Callable, x: Tensor, options: dict) -> Tensor:
     if not options.get('training') or x.dim() < 2:
         return batch_norm(x, **options)
     one = x.detach().flatten(2)[0, :, 0] if x.dim() > 2 else x.detach()[0]
+    variance, momentum = options.get('running_var'), options.get('momentum', 0.1)
     if mean is not None:
         options['running_mean'] = mean - one.to(mean.dtype)
+        options['running_var'] = variance.clone()
     result = batch_norm(x - one.view(1, -1, *[1] * (x.dim() - 2)), **options)
     if mean is not None:
         mean.copy_(options['running_mean'] + one.to(mean.dtype))
+        # torch_xla divides by the number of elements, PyTorch by one less.
+        elements = x.numel() // x.shape[1]
+        added = options['running_var'] - variance * (1 - momentum)
+        variance.copy_(options['running_var'] + added / max(1, elements - 1))
     return result
 
 
@@ -243,27 +249,36 @@ def _copying(method: Callable) -> Callable:
     @wraps(method)
     def called(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result = method(input, *args, **kwargs)
-        if input.device.type != 'xla' or input._base is None:
+        if input.device.type != 'xla':
             return result
         views = _VIEWS.get_view_meta_sequence(input)
-        if all(type(each).__name__ in _IN_ORDER for each in views):
+        if _in_order(views):
             return result
-        # The same views of memory that has strides.
-        base = torch.empty(input._base.shape, dtype=input._base.dtype, device='meta')
-        strided = _VIEWS.apply_view_meta_sequence(base, [*map(_sharing, views)])
-        if method.__name__ == 'contiguous':
-            shares = strided.is_contiguous()
-        else:
-            shares = method(strided, *args, **kwargs)._is_view()
-        return result if shares else method(input.clone(), *args, **kwargs)
+        base = input._base
+        start = 0 if base is None else len(_VIEWS.get_view_meta_sequence(base))
+        if base is not None and _in_order(views[:start]):
+            # The same views of memory that has strides.
+            memory = torch.empty(base.shape, dtype=base.dtype, device='meta')
+            strided = _VIEWS.apply_view_meta_sequence(memory, [*map(_sharing, views[start:])])
+            if method.__name__ == 'contiguous':
+                shares = strided.is_contiguous()
+            else:
+                shares = method(strided, *args, **kwargs)._is_view()
+            if shares:
+                return result
+        return method(input.clone(), *args, **kwargs)
 
     return called
 
 
+def _in_order(views: List[Any]) -> bool:
+    return all(type(each).__name__ in _IN_ORDER for each in views)
+
+
 def _sharing(view: Any) -> Any:
     """A view that is one: those of torch_xla copy on devices that have memory."""
-    symbolic, _, *others = view.as_tuple()
-    return type(view)((symbolic, True, *others))
+    symbolic, copies, *others = view.as_tuple()
+    return type(view)((symbolic, True, *others)) if isinstance(copies, bool) else view
 
 
 # types and reductions ----------------------------------------------------------------------------

@@ -80,27 +80,20 @@ def test_losses_are_those_of_one_process(stock, trained, case):
 
 @every_case
 def test_weights_and_statistics_are_those_of_one_process(stock, trained, case):
-    def comparable(weights):
-        # Ordinary batch normalization of torch_xla's keeps another variance: docs/en/limits.md.
-        left_out = 'running_var' if case[:2] == ('xla', 0) else 'nothing'
-        return {key: value for key, value in weights.items() if left_out not in key}
-
-    expected = comparable(stock[case[-1]]['weights'])
-    assert any('running_mean' in key for key in expected)
+    expected = stock[case[-1]]['weights']
+    assert any('running_var' in key for key in expected)
     for found in trained(case):
-        assert largest_difference(comparable(found[case[-1]]['weights']), expected) <= 5e-3
+        assert largest_difference(found[case[-1]]['weights'], expected) <= 5e-3
 
 
 @every_case
 def test_metrics_are_those_of_one_process(stock, trained, case):
     expected = stock[case[-1]]['metrics']
     assert set(expected) == {'aAcc', 'mIoU', 'mAcc'}
-    # One process on torch_xla predicts with the other variance.
-    tolerance = 5.0 if case[:2] == ('xla', 0) else 0.5
     # Ranks have the metrics from rank 0.
     for found in trained(case):
         for key, value in expected.items():
-            assert float(found[case[-1]]['metrics'][key]) == pytest.approx(value, abs=tolerance)
+            assert float(found[case[-1]]['metrics'][key]) == pytest.approx(value, abs=0.5)
 
 
 def test_models_learned_to_tell_classes_apart(stock):

@@ -37,6 +37,15 @@ AVERAGES = dict(
     l1=lambda x: functional.l1_loss(x, x.detach() * 0),
     mse=lambda x: functional.mse_loss(x, target=x.detach() * 0),
 )
+
+
+def running(norm, x):
+    norm.to(x.device)
+    for scale in (1, 2):
+        norm(x * scale + 5)
+    return torch.cat([norm.running_mean, norm.running_var])
+
+
 IMAGES = dict(
     divisor=lambda x: functional.avg_pool2d(x, 2, divisor_override=3),
     other_divisor=lambda x: functional.avg_pool2d(x, 2, padding=1, divisor_override=7),
@@ -44,6 +53,9 @@ IMAGES = dict(
     other_shuffle=nn.PixelShuffle(4),
     norm_of_constant=lambda x: nn.BatchNorm2d(16).to(x.device)(x * 0 + 255),
     norm_far_away=lambda x: nn.BatchNorm2d(16).to(x.device)(x * 1e-2 + 100),
+    statistics=lambda x: running(nn.BatchNorm2d(16), x),
+    statistics_of_rows=lambda x: running(nn.BatchNorm1d(16, momentum=0.3), x.mean(2)),
+    cumulative=lambda x: running(nn.BatchNorm2d(16, momentum=None), x),
     norm_of_rows=lambda x: nn.BatchNorm1d(16).to(x.device)(x.mean((2, 3))),
     **{
         f'{mode} by {factor}': functools.partial(
@@ -128,6 +140,9 @@ COPIES = dict(
     split=written(lambda x: x.view(2, -1, 3).permute(1, 0, 2).reshape(-1, 6)),
     viewed=written(lambda x: x.view(-1).reshape(3, -1)),
     like=written(lambda x: x.t().reshape_as(x)),
+    detached_after=written(lambda x: x.t().detach().contiguous()),
+    heads=written(lambda x: (x.view(2, 3, 3) @ x[:3]).view(2, 3, 3).transpose(1, 2).reshape(2, 9)),
+    product=written(lambda x: (x.view(2, 3, 3) @ x[:3]).flatten()),
     column_of_copy=written(lambda x: x.t().contiguous()[0].reshape(2, 3)),
 )
 
