@@ -144,8 +144,9 @@ def compare_step(runner: DeviceRunner, batch: Any) -> List[Finding]:
         return [section.note(f'not compared with the CPU: {unlike}')]
     try:
         there = _step(model, batch, runner)
-    except Exception:
-        return []  # which the step that follows says
+    except Exception as error:  # with its place where the training comes to it
+        unlike = f'the step fails on {device}: {first_line(error)}'
+        return [section.note(f'not compared with the CPU: {unlike}')]
     half = any(hasattr(each, 'cast_dtype') for each in list_optim_wrappers(runner.optim_wrapper))
     tolerance = TOLERANCE_OF_HALF if half else TOLERANCE
     found = find_difference(there, here, spread, tolerance, str(device))
@@ -229,7 +230,7 @@ def find_difference(
 ) -> Optional[str]:
     """Describe the first difference of a device from the CPU.
 
-    Outputs are looked at in the order of the forward pass, gradients against it.
+    Outputs are compared in the order of the forward pass, gradients against it.
     """
     order = list(here.outputs)
     found = _first(order, there.outputs, here.outputs, spread.outputs, tolerance)

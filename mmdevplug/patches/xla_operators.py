@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from mmdevplug.utils.patching import patch_symbol
 
+_HALF = (torch.float16, torch.bfloat16)
 #: The constants of SELU.
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 #: Of PyTorch 2.9 and later.
@@ -158,6 +159,7 @@ def _batch_norm(batch_norm: Callable, x: Tensor, options: dict) -> Tensor:
     mean = options.get('running_mean')
     if not options.get('training') or x.dim() < 2:
         return batch_norm(x, **options)
+    kind, x = x.dtype, x.float() if x.dtype in _HALF else x
     one = x.detach().flatten(2)[0, :, 0] if x.dim() > 2 else x.detach()[0]
     variance, momentum = options.get('running_var'), options.get('momentum', 0.1)
     if mean is not None:
@@ -170,7 +172,7 @@ def _batch_norm(batch_norm: Callable, x: Tensor, options: dict) -> Tensor:
         elements = x.numel() // x.shape[1]
         added = options['running_var'] - variance * (1 - momentum)
         variance.copy_(options['running_var'] + added / max(1, elements - 1))
-    return result
+    return result.to(kind)
 
 
 # sizes -------------------------------------------------------------------------------------------
@@ -185,6 +187,7 @@ def _interpolate(interpolate: Callable, x: Tensor, options: dict) -> Tensor:
     factors = factor if isinstance(factor, (list, tuple)) else [factor] * (x.dim() - 2)
     if all(math.floor(n * each) == n * each for n, each in zip(x.shape[2:], factors)):
         return interpolate(x, **options)
+    kind, x = x.dtype, x.float() if x.dtype in _HALF else x
     for axis, each in enumerate(factors, 2):
         taps = _taps(x.shape[axis], float(each), mode, x.dim())
         parts = [
@@ -195,7 +198,7 @@ def _interpolate(interpolate: Callable, x: Tensor, options: dict) -> Tensor:
             for places, weights in taps
         ]
         x = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-    return x
+    return x.to(kind)
 
 
 @lru_cache(maxsize=64)
