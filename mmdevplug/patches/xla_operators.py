@@ -165,7 +165,19 @@ def _batch_norm(batch_norm: Callable, x: Tensor, options: dict) -> Tensor:
     if mean is not None:
         options['running_mean'] = mean - one.to(mean.dtype)
         options['running_var'] = variance.clone()
-    result = batch_norm(x - one.view(1, -1, *[1] * (x.dim() - 2)), **options)
+    functional._verify_batch_size(x.size())
+    # Not by `batch_norm`: PyTorch's modes would come here again.
+    result = torch.batch_norm(
+        x - one.view(1, -1, *[1] * (x.dim() - 2)),
+        options.get('weight'),
+        options.get('bias'),
+        options.get('running_mean'),
+        options.get('running_var'),
+        True,
+        momentum,
+        options.get('eps', 1e-5),
+        False,
+    )
     if mean is not None:
         mean.copy_(options['running_mean'] + one.to(mean.dtype))
         # torch_xla divides by the number of elements, PyTorch by one less.
