@@ -160,6 +160,19 @@ def _both(names: str) -> List[str]:
     return [f'{owner}.{name}' for name in names.split() for owner in ('torch', 'torch.Tensor')]
 
 
+#: Replaced on torch_xla, each for the reason that its page gives.
+OTHERWISE = [
+    *_both('amax amin cumsum count_nonzero clamp clip reshape flatten where'),
+    'torch.Tensor.contiguous',
+    'torch.Tensor.reshape_as',
+    'torch.norm',
+    'torch.arange',
+    'torch.pixel_shuffle',
+    'torch.nn.functional.pixel_shuffle',
+    'torch.nn.functional.interpolate',
+    'torch.nn.functional.batch_norm',
+]
+
 REASONS_EN = {
     'mmengine.device.utils.DEVICE': (
         '`get_device()` returns this constant, which is chosen at import from the devices'
@@ -250,17 +263,7 @@ REASONS_EN = {
         'torch_xla reads the shape of one of several outputs of an operator.',
     ),
     **dict.fromkeys(
-        (
-            *_both('amax amin cumsum count_nonzero clamp clip reshape flatten where'),
-            'torch.Tensor.contiguous',
-            'torch.Tensor.reshape_as',
-            'torch.norm',
-            'torch.arange',
-            'torch.pixel_shuffle',
-            'torch.nn.functional.pixel_shuffle',
-            'torch.nn.functional.interpolate',
-            'torch.nn.functional.batch_norm',
-        ),
+        OTHERWISE,
         (
             'torch_xla 2.9 computes otherwise than the CPU, without a word: see '
             '[torch_xla](torch_xla.md#what-torch_xla-computes-otherwise).',
@@ -462,17 +465,7 @@ REASONS = {
         'torch_xla 注册其类型的名字。',
     ),
     **dict.fromkeys(
-        (
-            *_both('amax amin cumsum count_nonzero clamp clip reshape flatten where'),
-            'torch.Tensor.contiguous',
-            'torch.Tensor.reshape_as',
-            'torch.norm',
-            'torch.arange',
-            'torch.pixel_shuffle',
-            'torch.nn.functional.pixel_shuffle',
-            'torch.nn.functional.interpolate',
-            'torch.nn.functional.batch_norm',
-        ),
+        OTHERWISE,
         (
             'torch_xla 2.9 的结果与 CPU 不同，而且没有提示：见 '
             '[torch_xla](torch_xla.md#torch_xla-计算结果不同之处)。',

@@ -157,7 +157,7 @@ def _batch_norm(batch_norm: Callable, x: Tensor, options: dict) -> Tensor:
     negative variance, and is NaN.
     """
     mean = options.get('running_mean')
-    if not options.get('training') or x.dim() < 2:
+    if not options.get('training') or x.dim() < 2 or not x.numel():
         return batch_norm(x, **options)
     kind, x = x.dtype, x.float() if x.dtype in _HALF else x
     one = x.detach().flatten(2)[0, :, 0] if x.dim() > 2 else x.detach()[0]
