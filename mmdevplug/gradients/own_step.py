@@ -7,7 +7,7 @@ are averaged when the model asks for an update.
 
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce, wraps
-from typing import Any, Callable, Iterator, List
+from typing import Any, Callable, Iterator, List, Sequence, Tuple
 
 import torch
 from mmengine.model import BaseModel
@@ -16,9 +16,9 @@ from torch import Tensor, distributed as torch_dist, nn
 from mmdevplug.accelerators.backend import group_device
 from mmdevplug.distributed.byte_exchange import group_by_bytes
 from mmdevplug.distributed.coalesced import MESSAGE_BYTES
-from mmdevplug.distributed.nonfinite import names_of_nonfinite
+from mmdevplug.distributed.nonfinite import FinitePolicy, names_of_nonfinite
 from mmdevplug.errors import ModelError
-from mmdevplug.utils.annotations import AnyOptimWrapper
+from mmdevplug.utils.annotations import AnyGroup, AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 
 from .lazy_staging import SUMMED_IN
@@ -84,19 +84,14 @@ def _replaced_step(owner: Any, call: Callable[..., Any]) -> Iterator[None]:
             del owner.step
 
 
-def average_gradients(wrapper: Any) -> None:
-    """Average the gradients that any rank has; on the others they count as zero.
-
-    Args:
-        wrapper (DeviceDistributedDataParallel): All ranks of its group take part.
+def average_gradients(
+    named: Sequence[Tuple[str, nn.Parameter]], group: AnyGroup, policy: FinitePolicy
+) -> None:
+    """Average the gradients that any rank of a group has; on the others they count as zero.
 
     Raises:
         ModelError: If gradients are not finite and the training is to stop then, or are sparse.
     """
-    if wrapper.staging is not None:
-        wrapper.staging.average()
-        return
-    named, group = wrapper._trainable.named, wrapper._users_group
     place, ranks = group_device(group), torch_dist.get_world_size(group)
     flags = torch.tensor([p.grad is not None for _, p in named], dtype=torch.int32, device=place)
     torch_dist.all_reduce(flags, group=group)
@@ -109,10 +104,10 @@ def average_gradients(wrapper: Any) -> None:
         flat = torch.cat([gradient.reshape(-1).to(place, wire) for gradient in part])
         torch_dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
         flat.div_(ranks)
-        finite = finite and not (wrapper.policy.active and not bool(torch.isfinite(flat).all()))
+        finite = finite and not (policy.active and not bool(torch.isfinite(flat).all()))
         averages += flat.split([gradient.numel() for gradient in part])
     if not finite:
-        wrapper.policy.stop(names_of_nonfinite([(name, p.grad) for name, p in used]))
+        policy.stop(names_of_nonfinite([(name, p.grad) for name, p in used]))
     with torch.no_grad():
         for (_, parameter), average in zip(used, averages):
             if parameter.grad is None:

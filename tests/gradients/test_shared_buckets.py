@@ -46,7 +46,7 @@ def wrap(model, least_bytes=0, **options):
 
 def shared_sums(model):
     """How many sums were in shared memory."""
-    sums = model._averaging_group.sums
+    sums = model.averaging.setting.group.sums
     return 0 if sums is None else sums.count
 
 

@@ -151,7 +151,7 @@ def train(accelerator, **options):
 
 def shared_sums(wrapper):
     """How many sums were in shared memory."""
-    sums = wrapper._averaging_group.sums
+    sums = wrapper.averaging.setting.group.sums
     return 0 if sums is None else sums.count
 
 
@@ -304,7 +304,7 @@ def places(accelerator):
     for step in range(3):
         wrapper.zero_grad()
         wrapper(batch(step, context.device, 512)).square().mean().backward()
-        sums = wrapper._averaging_group.sums
+        sums = wrapper.averaging.setting.group.sums
         found.append([(len(each.memory), id(each.memory)) for each in sums.parts])
     return found
 

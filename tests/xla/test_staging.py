@@ -20,7 +20,7 @@ def allocations():
     for step in range(3):
         wrapper.zero_grad()
         wrapper(batch(step, context.device, 512)).square().mean().backward()
-        sums = wrapper._averaging_group.sums
+        sums = wrapper.averaging.setting.group.sums
         found.append([(len(each.memory), id(each.memory)) for each in sums.parts])
     return found
 
