@@ -226,7 +226,7 @@ def train(kind, accelerator, work_dir, devices=1, prepare=None, **options):
         prepare(runner)
     runner.train()
     model = getattr(runner.model, 'module', runner.model)
-    strategy = getattr(runner.parallelism, 'strategy', None)
+    strategy = getattr(runner.placement, 'strategy', None)
     return dict(
         weights=weights_of(model),
         devices=sorted({str(tensor.device) for tensor in model.parameters()}),

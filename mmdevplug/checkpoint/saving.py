@@ -24,6 +24,7 @@ from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.failure import before_abort
+from mmdevplug.model.placement import placement_of
 from mmdevplug.optim.adapt_config import join_consolidation
 from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 from mmdevplug.utils.loops import loader_of
@@ -169,8 +170,7 @@ def collect_checkpoint(
             name: [one.state_dict() for one in each or ()] for name, _, each, _ in optimizers
         }
         checkpoint['param_schedulers'] = states.get('', states)
-    if getattr(runner, 'sharding', None) is not None:
-        _collect_shards(runner, checkpoint, path)
+    _collect_states(runner, checkpoint, path)
     runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
     return checkpoint
 
@@ -194,21 +194,19 @@ def join_collecting(runner: AnyRunner, save_optimizer: bool, path: str) -> None:
     """Send what is sharded to rank 0, or write it, on ranks that save no checkpoint."""
     if save_optimizer:
         join_consolidation(runner.optim_wrapper)
-    if getattr(runner, 'sharding', None) is not None:
+    if not placement_of(runner).whole:
         checkpoint = dict(state_dict=weights_of(runner.model))
         if save_optimizer:
             checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
-        _collect_shards(runner, checkpoint, path)
+        _collect_states(runner, checkpoint, path)
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):
                 hook.ema_model.state_dict()  # gathers, as the hook of rank 0 does
 
 
-def _collect_shards(runner: AnyRunner, checkpoint: Dict[str, Any], path: Optional[str]) -> None:
-    from mmdevplug.sharding.states import collect_states
-
-    folder = None
-    if path is not None and runner.sharding.options.sharded_checkpoint:
+def _collect_states(runner: AnyRunner, checkpoint: Dict[str, Any], path: Optional[str]) -> None:
+    placement, folder = placement_of(runner), None
+    if path is not None and placement.writes_shards:
         if not writing.is_local(path):
             raise CheckpointError(
                 f'sharding.sharded_checkpoint=True, and checkpoints go to {path}: expected a '
@@ -221,7 +219,7 @@ def _collect_shards(runner: AnyRunner, checkpoint: Dict[str, Any], path: Optiona
         folder = str(gather_json(next(name for name in names if not os.path.exists(name)))[0])
         checkpoint[writing.SHARDS] = os.path.basename(folder)
     for part in filter(checkpoint.__contains__, ('state_dict', 'optimizer')):
-        checkpoint[part] = collect_states(checkpoint[part], folder, part)
+        checkpoint[part] = placement.collect(checkpoint[part], folder, part)
     if folder is not None:
         sums = gather_json(sums_of_rank(folder, get_rank()))
         checkpoint[writing.SUMS] = {name: one for each in sums for name, one in each.items()}

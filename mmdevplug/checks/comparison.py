@@ -160,7 +160,7 @@ def compare_step(runner: DeviceRunner, batch: Any) -> List[Finding]:
 
 def _why_not(runner: DeviceRunner) -> Optional[str]:
     model = runner.model
-    if runner.parallelism is not None or runner.sharding is not None:
+    if not (runner.placement.whole and runner.placement.one_device):
         return 'the model is spread over several devices.'
     if unwrap_model(model) is not model or not isinstance(model, BaseModel):
         return f'{type(model).__name__} is no model of MMEngine.'

@@ -199,7 +199,7 @@ def _unused(names: List[str], runner: DeviceRunner) -> List[Finding]:
 
 
 def _misplaced(runner: DeviceRunner) -> List[str]:
-    plan, device = getattr(runner.parallelism, 'plan', None), runner.device_context.device
+    plan, device = getattr(runner.placement, 'plan', None), runner.device_context.device
     if plan is not None:
         return [
             f'{name} is on {tensor.device}, but planned on {planned}'

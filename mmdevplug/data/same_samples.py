@@ -24,6 +24,7 @@ from mmdevplug.distributed.waiting import decide_together
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import raise_if_another_failed
 from mmdevplug.fault_tolerance.failure_watch import GRACE_SECONDS
+from mmdevplug.model.placement import placement_of
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import length_of, loader_of, loaders_of
@@ -58,7 +59,7 @@ def compare_data(runner: AnyRunner) -> None:
             name = f'{kind}_dataloader{f"[{index}]" if index else ""}'
             mine[name] = _facts(runner, loop, loader, config)
             mine[name]['metric'] = kind != 'train'
-            if kind != 'train' and getattr(runner, 'sharding', None) is not None:
+            if kind != 'train' and not placement_of(runner).whole:
                 mine[name]['batches'] = length_of(loader)  # for each, ranks gather all weights
     for name, message, culprit in decide_together('comparing the data', mine, _judge):
         if culprit is None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from mmdevplug.accelerators import rank_device, rank_devices, to_device
 from mmdevplug.data.endless import check_endless
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
+from mmdevplug.model.placement import placement_of
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import metrics_of
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
@@ -43,8 +44,8 @@ class DeviceHook(Hook):
             key = f'{name}_dataloader'
             loop, config = getattr(runner, f'_{name}_loop'), getattr(runner, f'_{key}')
             check_endless(loop, key, config, runner.seed)
-        if getattr(runner, 'sharding', None) is not None:
-            return  # has placed each tensor, parameters on the host with `offload`
+        if not placement_of(runner).whole:
+            return  # sharding has placed each tensor, parameters on the host with `offload`
         _, device = rank_device()
         model = unwrap_model(runner.model)
         # A wrapper that has not been built yet is a config.

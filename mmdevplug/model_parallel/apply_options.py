@@ -7,11 +7,13 @@ import torch
 from mmengine.logging import MMLogger
 from torch import nn
 
-from mmdevplug.accelerators import Accelerator, DeviceContext
+from mmdevplug.accelerators import Accelerator
 from mmdevplug.config.model_parallel import PRECISIONS, ModelParallelOptions
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import PlacementError
+from mmdevplug.model.placement import Placement
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.model import unwrap_model
 
 from . import DevicePlan, module_sizes, probe_capacities
@@ -28,7 +30,7 @@ USUAL_STATE = 2.0
 STEPS = ('train_step', 'val_step', 'test_step')
 
 
-class Parallelism:
+class Parallelism(Placement):
     """Chooses the devices of this rank, plans, and places the model.
 
     ``model``, to plan with before there are devices, is a model, or the config of one, which is
@@ -40,6 +42,8 @@ class Parallelism:
         strategy (TrainingStrategy, optional): Known after :meth:`choose_devices`.
         plan (DevicePlan, optional): Known with it, unless the model is on one device.
     """
+
+    one_device = False
 
     def __init__(
         self,
@@ -127,9 +131,10 @@ class Parallelism:
             optimizer=self._state_factor,
         )
 
-    def place(self, model: nn.Module, context: DeviceContext) -> nn.Module:
+    def spread(self, model: nn.Module, runner: AnyRunner) -> nn.Module:
         """Put the bare model, which is on the host, on the devices of this rank, in place."""
         options, strategy = self.options, self.strategy
+        accelerator = runner.device_context.accelerator
         if options.check_r_consistency or options.strict_r_check:
             check_r_consistency(model, strict=options.strict_r_check)
         if strategy is None:
@@ -137,10 +142,14 @@ class Parallelism:
         convert_frozen_weights(model, options.precision)
         if strategy.is_model_parallel:
             if self.plan is None:
-                self.plan = self._plan(model, context.accelerator)
+                self.plan = self._plan(model, accelerator)
             dispatch(model, self.plan)
-        compute_in(model, options.precision, context.accelerator)
+        compute_in(model, options.precision, accelerator)
         return model
+
+    def place(self, model: nn.Module, runner: AnyRunner, wrapper: Any = None) -> nn.Module:
+        """Spread the model, wrap it, and guard its steps."""
+        return self.guard(super().place(model, runner, wrapper))
 
     def guard(self, model: nn.Module) -> nn.Module:
         """Run the steps of a model that is spread over devices, wrapped or not, under a guard."""

@@ -2,7 +2,6 @@
 
 import copy
 import os
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Union
 
@@ -39,7 +38,6 @@ from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.gradients.wrapper_arguments import refuse_frozen
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
-from mmdevplug.model.prepare import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.optim.adapt_config import adapt_optim_wrapper_cfg, check_optimizers, describe_fp16
 from mmdevplug.patches.autocast import prepare_compiling
@@ -48,6 +46,7 @@ from mmdevplug.registry import class_of, ours_for
 from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
 
+from .choose_placement import choose_placement
 from .explain_errors import current_group, explained
 from .init_device import init_from_options
 
@@ -108,12 +107,6 @@ class DeviceRunner(Runner):
         accelerator = cfg.get('accelerator') if accelerator is None else accelerator
         model_parallel = cfg.get('model_parallel') if model_parallel is None else model_parallel
         sharding = cfg.get('sharding') if sharding is None else sharding
-        #: Shards the model over the ranks; None where that was not asked for, or there is one.
-        self.sharding: Any = None
-        if sharding not in (None, False):
-            from mmdevplug.sharding import Sharding
-
-            self.sharding = Sharding(sharding)
         self.accelerator_options = AcceleratorOptions.from_config(accelerator)
         #: The config of the schedulers, which MMEngine replaces by what it builds.
         self.scheduler_config: Any = None
@@ -127,14 +120,10 @@ class DeviceRunner(Runner):
         )
         # MMEngine's default is backend='nccl'.
         kwargs.setdefault('env_cfg', {})
-        #: Spreads the model over several devices; None where that was not asked for.
-        self.parallelism: Any = None
-        if model_parallel not in (None, False):
-            from mmdevplug.model_parallel.apply_options import Parallelism
-
-            model = kwargs['model'] if 'model' in kwargs else next(iter(args), None)
-            others = kwargs.get('optim_wrapper'), kwargs.get('default_scope')
-            self.parallelism = Parallelism.from_config(model_parallel, model, *others)
+        model = kwargs['model'] if 'model' in kwargs else next(iter(args), None)
+        others = kwargs.get('optim_wrapper'), kwargs.get('default_scope')
+        #: Where the weights of the model are.
+        self.placement = choose_placement(model_parallel, sharding, model, *others)
         super().__init__(*args, **kwargs)
 
     @classmethod
@@ -148,7 +137,7 @@ class DeviceRunner(Runner):
         """Start the process group on this rank's device, then do the rest as MMEngine does."""
         dist_cfg = dict(env_cfg.get('dist_cfg') or {})
         self.device_context = init_from_options(
-            self._launcher, self.accelerator_options, self.parallelism, dist_cfg
+            self._launcher, self.accelerator_options, self.placement, dist_cfg
         )
         self.process_group = current_group()
         if self.device_context.backend is not None:
@@ -170,8 +159,7 @@ class DeviceRunner(Runner):
         no_effect = describe_fp16(self.cfg)
         if no_effect is not None:
             logger.warning(no_effect)
-        if self.parallelism is not None:
-            self.parallelism.log(logger)
+        self.placement.log(logger)
         return logger
 
     def build_log_processor(self, log_processor: Union[LogProcessor, Dict]) -> LogProcessor:
@@ -200,10 +188,8 @@ class DeviceRunner(Runner):
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
         """Build the model; with the option ``pad_to`` it pads batches to a few sizes."""
         with fail_together('building the model'), explain_cuda(self.device_context.device):
-            build = partial(super().build_model, model)
-            if self.sharding is not None:
-                self.sharding = self.sharding.check(self)
-            built = build() if self.sharding is None else self.sharding.build(build)
+            self.placement = self.placement.check(self)
+            built = self.placement.build(partial(super().build_model, model))
             if self.accelerator_options.pad_to is not None:
                 from mmdevplug.data.padding import install_padding
 
@@ -212,32 +198,14 @@ class DeviceRunner(Runner):
 
     def wrap_model(self, model_wrapper_cfg: Optional[Dict], model: nn.Module) -> nn.Module:
         """Move the model to this rank's device and wrap it if the job is distributed."""
-        if is_model_wrapper(model) and self.sharding is None:
+        if is_model_wrapper(model) and self.placement.whole:
             return super().wrap_model(model_wrapper_cfg, model)
         with fail_together('wrapping the model'):
-            if self.sharding is not None:
-                return self.sharding.place(model, self)
-            parallel = self.parallelism
-            spread = parallel and partial(parallel.place, context=self.device_context)
-            placed = place_model(
-                model,
-                self.device_context,
-                model_wrapper_cfg,
-                sync_bn=self.cfg.get('sync_bn'),
-                find_unused_parameters=self.cfg.get('find_unused_parameters', False),
-                spread=spread,
-                host_losses=self.accelerator_options.host_losses,
-            )
-            return placed if parallel is None else parallel.guard(placed)
+            return self.placement.place(model, self, model_wrapper_cfg)
 
     def _init_model_weights(self) -> None:
         """Initialize weights where the config says, and make them equal on all ranks."""
-        model = unwrap_model(self.model)
-        if self.sharding is not None:
-            self.sharding.initialize(model, self.device_context)
-        else:
-            place = self.accelerator_options.initial_weights
-            initialize_weights(model, self.device_context, place)
+        self.placement.initialize(unwrap_model(self.model), self)
 
     def _maybe_compile(self, target: str) -> None:
         """Compile as MMEngine does, if the config says so, but not our own functions."""
@@ -256,8 +224,7 @@ class DeviceRunner(Runner):
             refuse_frozen(self.model)
         cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
         built = super().build_optim_wrapper(cfg)
-        if self.sharding is not None:
-            self.sharding.watch(built, unwrap_model(self.model))
+        self.placement.watch(built, unwrap_model(self.model))
         check_optimizers(built, self.device_context)
         check_sparse_gradients(self.model, self.device_context)
         return built
@@ -312,8 +279,7 @@ class DeviceRunner(Runner):
     ) -> None:
         """Register a hook, ours in place of some of MMEngine's: see ``hooks/default_hooks.py``."""
         super().register_hook(replace_hook(hook), priority)
-        if self.sharding is not None:
-            self.sharding.check_hooks(self)
+        self.placement.check_hooks(self)
 
     def save_checkpoint(
         self,
@@ -373,14 +339,14 @@ class DeviceRunner(Runner):
         """Load a checkpoint as MMEngine does, but without running code from it, or refuse it."""
         model = unwrap_model(self.model)
         trust_classes(self.cfg.get('checkpoint_classes') or ())  # another runner had its own
-        checkpoint = read_for_model(filename, map_location, self.sharding is not None, model)
+        checkpoint = read_for_model(filename, map_location, not self.placement.whole, model)
         if self._resuming:
             check_types(self, checkpoint, filename)
             adapt_to_hooks(self, checkpoint, filename)
         # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
         self.device_context.materialize()
         # From here on as MMEngine's method.
-        with nullcontext() if self.sharding is None else self.sharding.copying_whole():
+        with self.placement.loading():
             self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
             load_model(model, checkpoint, filename, strict, revise_keys, bool(self._resuming))
         if self._resuming:

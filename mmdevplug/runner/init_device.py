@@ -7,6 +7,7 @@ from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.distributed.process_group import start_distributed
 from mmdevplug.model.inferencers import patch_mmengine
+from mmdevplug.model.placement import Placement
 from mmdevplug.patches.barrier import patch_barrier
 from mmdevplug.patches.mmcv_ops import patch_mmcv_ops
 from mmdevplug.patches.mmengine import patch_device_id
@@ -47,14 +48,14 @@ def init_device(
 
 
 def init_from_options(
-    launcher: str, options: AcceleratorOptions, parallelism: Any, dist_cfg: Dict[str, Any]
+    launcher: str, options: AcceleratorOptions, placement: Placement, dist_cfg: Dict[str, Any]
 ) -> DeviceContext:
     """Call :func:`init_device` for a runner, and patch MMEngine."""
     context = init_device(
         launcher,
         options.device,
         forced_backend=options.backend,
-        choose_devices=None if parallelism is None else parallelism.choose_devices,
+        choose_devices=placement.choose_devices,
         **dist_cfg,
     )
     patch_mmengine()

@@ -12,7 +12,6 @@ from mmengine.model import is_model_wrapper
 from torch import distributed as torch_dist, nn
 from torch.optim import Optimizer
 
-from mmdevplug.accelerators import DeviceContext
 from mmdevplug.accelerators.backend import takes_host_tensors
 from mmdevplug.config.sharding import ShardingOptions
 from mmdevplug.device_guard.explain import describe_place
@@ -23,6 +22,7 @@ from mmdevplug.errors import ModelError, first_line
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.move import refer_to, set_preprocessor_devices
 from mmdevplug.model.norm_layers import check_sync_bn, convert_norm_layers
+from mmdevplug.model.placement import WHOLE, Placement
 from mmdevplug.model.running_stats import keep_running_statistics
 from mmdevplug.staged.host_buffers import pins_memory
 from mmdevplug.utils.annotations import AnyRunner
@@ -38,11 +38,11 @@ from .build import (
     place,
     share_plain_tensors,
 )
-from .states import CopyingWhole, copy_shards, is_sharded, shard_optimizer_state
+from .states import CopyingWhole, collect_states, copy_shards, is_sharded, shard_optimizer_state
 from .written import WrittenWeights, gather_for_backward
 
 
-class Sharding:
+class Sharding(Placement):
     """Builds, shards and initializes the model of a runner, if its config says so.
 
     The model stays the object that it is, with its class, its names and its ``train_step``:
@@ -50,25 +50,27 @@ class Sharding:
     gathers those of a block while the block computes.
     """
 
+    whole = False
     build = staticmethod(build_without_weights)
-    copying_whole = CopyingWhole
+    collect = staticmethod(collect_states)
+    loading = CopyingWhole
 
     def __init__(self, config: Union[bool, Mapping[str, Any]]) -> None:
         self.options = ShardingOptions.from_config(config)
+        self.writes_shards = self.options.sharded_checkpoint
         self._watched: Any = None
         #: On rank 0, until weights are initialized.
         self._whole: Optional[nn.Module] = None
 
-    def check(self, runner: AnyRunner) -> Optional['Sharding']:
-        """Refuse what cannot be sharded before the model is built; None for a single process."""
+    def check(self, runner: AnyRunner) -> Placement:
+        """Refuse what cannot be sharded before the model is built; one process keeps it whole."""
         context, version = runner.device_context, torch.__version__
         if context.backend is None:
             print_log('sharding has no effect in a single process: start more.', 'current')
-            return None
+            return WHOLE
         device, on_host = context.device, context.device.type == 'cpu'
         ranks, world_size = self.options.ranks or 1, torch_dist.get_world_size()
         given = [*filter(runner.cfg.get, ('model_wrapper_cfg', 'compile'))]
-        given += ['model_parallel'] * (runner.parallelism is not None)
         # The first release whose fully_shard works on the CPU, and the first whose DTensor gathers
         # tensors of devices without functional collectives of their own, or from two devices.
         needed = '2.7' if on_host or device.type == 'cuda' and not self.options.offload else '2.13'
@@ -89,7 +91,7 @@ class Sharding:
             keep_freed_memory(largest=1 << 20)
         return self
 
-    def place(self, model: nn.Module, runner: AnyRunner) -> nn.Module:
+    def place(self, model: nn.Module, runner: AnyRunner, wrapper: Any = None) -> nn.Module:
         """Put the model on the device of this rank block by block, each sharded at once."""
         from torch.distributed import fsdp
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -150,8 +152,9 @@ class Sharding:
         print_log(f'sharding: {len(found)} blocks over {ranks} of {world_size} ranks.', 'current')
         return model
 
-    def initialize(self, model: nn.Module, context: DeviceContext) -> None:
+    def initialize(self, model: nn.Module, runner: AnyRunner) -> None:
         """Initialize the weights as one process does."""
+        context = runner.device_context
         initialize(model, self._whole, context)
         share_plain_tensors(model, self._whole or model, context)
         self._whole = None

@@ -332,7 +332,7 @@ def train(kind, accelerator, work_dir, **options):
         norms=[float(each) for each in norms],
         held=sum(p.numel() for p in held),
         all=sum(p.numel() for p in model.parameters()),
-        active=runner.sharding is not None,
+        active=not runner.placement.whole,
         averaged={name: whole(v) for each in averaged for name, v in each.state_dict().items()},
         devices=sorted({p.device.type for p in held}),
     )
