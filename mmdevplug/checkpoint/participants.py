@@ -49,7 +49,7 @@ class Participants:
     """The participants of a runner, in the order in which they were added.
 
     Examples:
-        >>> runner.participants.add('curriculum', curriculum)
+        >>> runner.add_participant('curriculum', curriculum)
     """
 
     def __init__(self) -> None:

@@ -3,6 +3,8 @@
 import os
 import time
 from concurrent.futures import Future, wait
+from contextlib import suppress
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from itertools import chain, count
 from pathlib import Path
@@ -34,6 +36,7 @@ from mmdevplug.utils.signals import start_thread
 from . import writing
 from .host_copy import copy_to_host
 from .job import note_saved
+from .reading import is_finished, read_pointer
 from .shard_files import sums_of_rank
 
 #: How long an aborting process waits for a checkpoint that is being written, in seconds.
@@ -93,44 +96,112 @@ class CheckpointSaver:
                 ``last_checkpoint`` is to name it.
         """
         names_it, (folder, name) = options.pop('names_it', True), os.path.split(path)
-        pointer = Path(runner.work_dir) / writing.POINTER
-        backend = get_file_backend(path, backend_args=self.backend_args)
-        method = getattr(type(runner), 'save_checkpoint', None)
-        known = getattr(method, 'collects_as_mmengine', method is Runner.save_checkpoint)
-
-        def finish(save: Callable[[], None]) -> None:
-            save()
-            if names_it:
-                if not writing.is_local(path) and getattr(runner, 'job', None) is not None:
-                    note_saved(runner.work_dir, path)
-                writing.write_text(path, pointer)
-            for old in outdated:
-                if old != path and backend.isfile(old):
-                    backend.remove(old)
-                    writing.remove_shards(old)
-                elif old != path and backend.isdir(old):
-                    backend.rmtree(old)  # as DeepSpeed saves them
-
-        if self.options.async_save and known:
-            if is_main_process():
-                checkpoint = collect_checkpoint(runner, path=path, **options)
-                self._background.join()  # its copy is freed
-                copied = copy_to_host(checkpoint, rank_device()[0], keep=True)
-                save = partial(writing.write_checkpoint, copied, path, self.backend_args)
-                self._background.start(partial(finish, save))
-            else:
-                join_collecting(runner, options['save_optimizer'], path)
-            return
         options['backend_args'] = self.backend_args
         save = partial(runner.save_checkpoint, folder, name, **options)
-        if not is_main_process():
+        if type(runner).save_checkpoint is Runner.save_checkpoint:  # a stock one
+            save = partial(save_checkpoint, runner, path, **options)
+        finish = partial(self._finish, runner, path, outdated, names_it)
+        if is_main_process():
+            run_on_main(f'saving {name}', lambda: self._write(save, finish))
+        else:
             save()
-        run_on_main(f'saving {name}', partial(finish, save))
+            run_on_main(f'saving {name}', list)
+
+    def _write(self, save: Callable[[], None], finish: Callable[[], None]) -> None:
+        """Save, and finish when the file is there, which may be later."""
+        later: List[Callable[[], None]] = []
+
+        def copy(checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict]) -> None:
+            self._background.join()  # its copy is freed
+            copied = copy_to_host(checkpoint, rank_device()[0], keep=True)
+            later.append(partial(writing.write_checkpoint, copied, path, backend_args))
+
+        token = _WRITE.set(copy if self.options.async_save else write_at_once)
+        try:
+            save()
+        finally:
+            _WRITE.reset(token)
+        if later:
+            self._background.start(lambda: (later[0](), finish())[1])
+        else:
+            finish()
+
+    def _finish(
+        self, runner: AnyRunner, path: str, outdated: Sequence[str], names_it: bool
+    ) -> None:
+        """Name a checkpoint that is on the disk, then remove others."""
+        pointer = Path(runner.work_dir) / writing.POINTER
+        backend = get_file_backend(path, backend_args=self.backend_args)
+        if names_it:
+            if not writing.is_local(path) and getattr(runner, 'job', None) is not None:
+                note_saved(runner.work_dir, path)
+            writing.write_text(path, pointer)
+        for old in outdated:
+            if old != path and backend.isfile(old):
+                backend.remove(old)
+                writing.remove_shards(old)
+            elif old != path and backend.isdir(old):
+                backend.rmtree(old)  # as DeepSpeed saves them
+
+    def prepare(self, runner: AnyRunner, folder: str, complete: bool) -> bool:
+        """Make the folder of checkpoints; return whether the run in it has ended.
+
+        Args:
+            runner (Runner): On rank 0.
+            folder (str): Where checkpoints go.
+            complete (bool): Whether nothing is left to train.
+        """
+        if writing.is_local(folder, self.backend_args):
+            writing.make_folder(folder)
+            left = writing.remove_unfinished(folder)
+            if left:
+                runner.logger.info(f'Removed {left} unfinished checkpoint(s) from {folder}.')
+        finished = is_finished(runner.work_dir)
+        if not complete:
+            with suppress(OSError):  # it is not there; if it stays, it names another checkpoint
+                (Path(runner.work_dir) / writing.FINISHED).unlink()
+        return finished
+
+    def note_finished(self, runner: AnyRunner) -> None:
+        """Note that the run of a folder has ended, with which checkpoint."""
+        if not is_main_process():
+            return
+        try:
+            ended_with = read_pointer(runner.work_dir) or ''
+            writing.write_text(ended_with, Path(runner.work_dir) / writing.FINISHED)
+        except CheckpointError as error:
+            runner.logger.warning(f'{error} Resuming this run will validate once more.')
 
     def finish(self) -> None:
         """Wait for the background; raise its error."""
         if self.options.async_save:
             run_on_main('writing the last checkpoint', self._background.join)
+
+
+def save_checkpoint(
+    runner: AnyRunner,
+    path: str,
+    save_optimizer: bool = True,
+    save_param_scheduler: bool = True,
+    meta: Optional[Dict[str, Any]] = None,
+    by_epoch: bool = True,
+    backend_args: Optional[Dict[str, Any]] = None,
+) -> None:
+    """Save what ``Runner.save_checkpoint`` of MMEngine does, atomically; all ranks call it."""
+    if not is_main_process():
+        join_collecting(runner, save_optimizer, path)
+        return
+    found = collect_checkpoint(runner, save_optimizer, save_param_scheduler, meta, by_epoch, path)
+    _WRITE.get()(found, path, backend_args)
+
+
+def write_at_once(checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict]) -> None:
+    """Write what was collected."""
+    writing.write_checkpoint(copy_to_host(checkpoint, rank_device()[0]), path, backend_args)
+
+
+#: What writes a checkpoint that was collected, here or in the background.
+_WRITE: 'ContextVar[Callable[..., None]]' = ContextVar('_WRITE', default=write_at_once)
 
 
 def collect_checkpoint(

@@ -1,22 +1,17 @@
 """Save checkpoints that survive a kill or a full disk and resume exactly."""
 
-from contextlib import suppress
 from functools import partial
 from inspect import Parameter, signature
-from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Set
 
 import numpy as np
 import torch
-from mmengine.dist import is_main_process
 from mmengine.fileio import join_path
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.checkpoint import participants, writing
-from mmdevplug.checkpoint.plain_state import PlainState
-from mmdevplug.checkpoint.reading import is_finished, read_pointer
-from mmdevplug.checkpoint.run_state import RunState
+from mmdevplug.checkpoint.participants import KEY
+from mmdevplug.checkpoint.resume import Resume
 from mmdevplug.checkpoint.saving import CheckpointSaver
 from mmdevplug.config.checkpoint import CheckpointOptions
 from mmdevplug.config.fields import refuse_unknown
@@ -77,7 +72,7 @@ class SafeCheckpointHook(CheckpointHook):
         super().__init__(*args, **{name: options[name] for name in options if name not in ours})
         self._saver = CheckpointSaver(CheckpointOptions(**ours), self.backend_args)
         #: What all checkpoint hooks of a runner share.
-        self._run = RunState(self)
+        self._resume_state = Resume()
         #: The states of all ranks, while a checkpoint is saved.
         self._exact: Optional[Dict] = None
         self._warned: Set[str] = set()
@@ -86,16 +81,17 @@ class SafeCheckpointHook(CheckpointHook):
 
     def state_dict(self) -> Dict[str, Any]:
         """What is known of the validation that follows."""
-        return dict(validated=self._run.validated, metrics=self._run.metrics)
+        return dict(validated=self._resume_state.validated, metrics=self._resume_state.metrics)
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self._run.validated, self._run.metrics = state['validated'], state['metrics']
+        shared = self._resume_state
+        shared.validated, shared.metrics = state['validated'], state['metrics']
 
     def before_run(self, runner: AnyRunner) -> None:
         """Find loaders; refuse options that neither this hook nor ``save_checkpoint`` takes."""
-        self._run = RunState.of(runner, self)
-        self._run.participants.add_loops(runner)
+        self._resume_state = Resume.of(runner, self)
+        self._resume_state.participants.add_loops(runner)
         if self.args:
             taken = signature(runner.save_checkpoint).parameters
             known = [*CheckpointOptions.names(), *signature(CheckpointHook).parameters, *taken]
@@ -104,110 +100,58 @@ class SafeCheckpointHook(CheckpointHook):
 
     def after_load_checkpoint(self, runner: AnyRunner, checkpoint: dict) -> None:
         """Keep the states for exact resuming."""
-        resumed = getattr(runner, '_resuming', None) or getattr(runner, '_resume', False)
-        if participants.KEY in checkpoint and resumed and self._run.first is self:
-            found = checkpoint[participants.KEY]
-            self._run.participants.load_state_dict(
-                participants.states_of_this_rank(found, str(resumed))
-            )
-            self._run.ranks = len(found['ranks'])
+        self._resume_state = Resume.of(runner, self)
+        resumed = self._resume_state.file or getattr(runner, '_resume', False)
+        if resumed and self._resume_state.first is self:
+            self._resume_state.take_states(checkpoint)
 
     def before_train(self, runner: AnyRunner) -> None:
         """Prepare the folder, if it can be written to, and restore an interrupted run."""
         super().before_train(runner)
         done, last = progress_of(runner.train_loop) or (0, 1)
         complete = runner.iter > 0 and done >= last
-        prepare = partial(self._prepare, runner, complete)
-        ended = run_on_main('preparing the folder of checkpoints', prepare)
-        if self._run.first is not self:
+        prepare = partial(self._saver.prepare, runner, self.out_dir, complete)
+        finished = run_on_main('preparing the folder of checkpoints', prepare) and complete
+        if self._resume_state.first is not self:
             return
-        finished = complete and ended
         if complete:
             begun = f'epoch {runner.epoch} and iteration {runner.iter}: nothing is left to train.'
             limits = f'max_epochs={runner.max_epochs} or max_iters={runner.max_iters}'
             said = 'This run was already finished, at' if finished else 'The checkpoint is of'
             log = runner.logger.info if finished else runner.logger.warning
             log(f'{said} {begun} Raise {limits} of train_cfg to train longer.')
-        run = self._run
-        if run.plain is None:
-            run.plain, run.buffers = PlainState(runner), participants.RankBuffers(runner)
-            participants.add_hooks(run.participants, runner)
-            for name in ('random', 'buffers', 'plain'):
-                run.participants.add(name, getattr(run, name))
-        if run.ranks:
-            self._resume(runner, finished)
-
-    def _resume(self, runner: AnyRunner, finished: bool) -> None:
-        from mmdevplug.checkpoint import resuming
-
-        run = self._run
-        run.participants.begin()
-        ranks, run.ranks = run.ranks, 0
-        run.resumption = resuming.Resumption(runner, ranks, run.buffers, run.random)
-        metrics, run.metrics = run.metrics, None
-        run.validated = finished or run.validated
-        resuming.repeat_validation(runner, self, metrics)
-        if not run.validated:
-            run.saved_here = True
-            run.resumption.validate_if_due()
-        run.resumption.before_epoch(run.plain, run.participants)
-
-    def _prepare(self, runner: AnyRunner, complete: bool) -> bool:
-        if writing.is_local(str(self.out_dir), self.backend_args):
-            writing.make_folder(self.out_dir)
-            left = writing.remove_unfinished(self.out_dir)
-            if left:
-                runner.logger.info(f'Removed {left} unfinished checkpoint(s) from {self.out_dir}.')
-        finished = is_finished(runner.work_dir)
-        if not complete:
-            with suppress(OSError):  # it is not there; if it stays, it names another checkpoint
-                (Path(runner.work_dir) / writing.FINISHED).unlink()
-        return finished
+        self._resume_state.begin(runner, finished)
 
     def before_train_epoch(self, runner: AnyRunner) -> None:
         """Undo what hooks have done a second time in an epoch that was interrupted."""
-        if self._run.resumption is not None:
-            self._run.resumption.after_repeating()
+        self._resume_state.before_epoch()
 
     def before_train_iter(self, runner: AnyRunner, batch_idx: int, data_batch: Any = None) -> None:
         """Let DDP arrange its buckets as they were."""
-        run = self._run
-        if run.resumption is None:
-            return
-        run.resumption.check_batches()
-        run.resumption = None
-        participants.warn_of_unused(run.participants.waiting)
-        if hasattr(runner.model, 'warm_up') and run.plain is not None:
-            run.random.state_dict(renew=False)
-            restore = run.plain.keep()
-            runner.model.warm_up(data_batch, runner.optim_wrapper)
-            restore()
-            run.random.restore()
+        self._resume_state.before_iteration(runner, data_batch)
 
     def after_train_iter(self, runner: AnyRunner, *args: Any, **kwargs: Any) -> None:
         """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
-        if self._run.first is self:
-            self._run.validated = self._run.saved_here = False
+        if self._resume_state.first is self:
+            self._resume_state.after_iteration()
         super().after_train_iter(runner, *args, **kwargs)
 
     def after_train_epoch(self, runner: AnyRunner) -> None:
         """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
-        if self._run.first is self and not hasattr(runner.train_loop, 'dataloader_iterator'):
-            self._run.validated = False
+        if self._resume_state.first is self and not hasattr(
+            runner.train_loop, 'dataloader_iterator'
+        ):
+            self._resume_state.after_epoch()
         super().after_train_epoch(runner)
 
     def after_val_epoch(self, runner: AnyRunner, metrics: Optional[Dict] = None) -> None:
         """Save the best checkpoint; see :class:`mmengine.hooks.CheckpointHook`."""
-        run = self._run
-        if run.validated is False:
-            run.validated = True
-            if run.saved_here:
-                run.random.restore(only_lazy=True)
-        run.metrics = {
+        self._resume_state.after_validation()
+        self._resume_state.metrics = {
             name: value for name, value in (metrics or {}).items() if isinstance(value, _NUMBERS)
         }
         super().after_val_epoch(runner, metrics)
-        run.metrics = None
+        self._resume_state.metrics = None
 
     def save_now(self, runner: AnyRunner) -> str:
         """Save at the end of any iteration, and return the path; failing is always an error.
@@ -225,7 +169,7 @@ class SafeCheckpointHook(CheckpointHook):
     def before_save_checkpoint(self, runner: AnyRunner, checkpoint: dict) -> None:
         """Add the states for exact resuming, on rank 0."""
         if self._exact is not None and 'optimizer' in checkpoint:
-            checkpoint[participants.KEY] = self._exact
+            checkpoint[KEY] = self._exact
 
     def _path(self, name: str) -> str:
         return str(join_path(self.out_dir, name, backend_args=self.backend_args))
@@ -249,9 +193,9 @@ class SafeCheckpointHook(CheckpointHook):
         self._save(runner, path, outdated, meta)
 
     def _save_best_checkpoint(self, runner: AnyRunner, metrics: dict) -> None:
-        if (
-            not self.save_best or self._run.plain is None
-        ):  # which validates alone, without training
+        if not (
+            self.save_best and self._resume_state.can_save
+        ):  # or it validates without training
             return
         step = runner.epoch if self.by_epoch else runner.iter
         meta = dict(epoch=runner.epoch, iter=runner.iter)
@@ -305,15 +249,9 @@ class SafeCheckpointHook(CheckpointHook):
         """Wait for the background, and publish."""
         self._saver.finish()
         super().after_train(runner)
-        ended = self._run.validated or not validation_follows(runner)
         done, last = progress_of(runner.train_loop) or (0, 1)
-        if not (is_main_process() and done >= last and ended):
-            return
-        try:
-            ended_with = read_pointer(runner.work_dir) or ''
-            writing.write_text(ended_with, Path(runner.work_dir) / writing.FINISHED)
-        except CheckpointError as error:
-            runner.logger.warning(f'{error} Resuming this run will validate once more.')
+        if done >= last and (self._resume_state.validated or not validation_follows(runner)):
+            self._saver.note_finished(runner)
 
     def _save(
         self, runner: AnyRunner, path: str, outdated: Sequence[str], meta: dict, **options: Any
@@ -324,10 +262,8 @@ class SafeCheckpointHook(CheckpointHook):
             by_epoch=self.by_epoch,
             **self.args,
         )
-        run = self._run
-        if options['save_optimizer'] and run.validated is not None:
-            self._exact = participants.gather_states(run.participants)
-            run.saved_here = True
+        if options['save_optimizer']:
+            self._exact = self._resume_state.gather()
         try:
             self._saver.save(runner, path, outdated, meta=dict(meta), **options)
         finally:

@@ -19,14 +19,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
-from mmdevplug.checkpoint.fitting import adapt_to_hooks, explaining_other_run, load_model
-from mmdevplug.checkpoint.host_copy import copy_to_host
+from mmdevplug.checkpoint.fitting import load_model
 from mmdevplug.checkpoint.job import Job, begin_job
-from mmdevplug.checkpoint.participants import Participants
 from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
-from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
-from mmdevplug.checkpoint.state_types import check_types
-from mmdevplug.checkpoint.writing import write_checkpoint
+from mmdevplug.checkpoint.resume import Resume
+from mmdevplug.checkpoint.saving import save_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.prepare import prepare_config, refuse_misspelt
 from mmdevplug.data import make_resumable
@@ -89,8 +86,6 @@ class DeviceRunner(Runner):
         save_checkpoint='checkpoints are not written atomically, and hold no sharded weights',
         train='an error of one rank does not end the others',
     )
-    #: The checkpoint that is being loaded to resume from.
-    _resuming: Optional[str] = None
     #: The training job, while and after it trains.
     job: Optional[Job] = None
 
@@ -110,12 +105,10 @@ class DeviceRunner(Runner):
         self.accelerator_options = AcceleratorOptions.from_config(accelerator)
         #: The config of the schedulers, which MMEngine replaces by what it builds.
         self.scheduler_config: Any = None
-        #: Compares the settings of a checkpoint that is resumed with those of the config.
-        self.resumption: Any = None
-        #: What takes part when a checkpoint is saved and resumed from.
-        self.participants = Participants()
+        #: What is saved with a checkpoint, and restored to go on where a run was.
+        self.resume_state = Resume()
         # A static method, which does not know for which runner it builds.
-        self.build_dataloader = self.participants.noting(  # type: ignore[method-assign]
+        self.build_dataloader = self.resume_state.participants.noting(  # type: ignore[method-assign]
             type(self).build_dataloader
         )
         # MMEngine's default is backend='nccl'.
@@ -272,7 +265,7 @@ class DeviceRunner(Runner):
             thing (object): With ``state_dict()`` and ``load_state_dict(state)``; each rank saves
                 its own. A hook that has these methods takes part by itself.
         """
-        self.participants.add(name, thing)
+        self.resume_state.participants.add(name, thing)
 
     def register_hook(
         self, hook: Union[Hook, Dict], priority: Optional[Union[str, int, Priority]] = None
@@ -297,20 +290,11 @@ class DeviceRunner(Runner):
         If the file cannot be written, an earlier one of that name stays.
         """
         path = join_path(out_dir, filename, backend_args=backend_args)
-        if not is_main_process():
-            join_collecting(self, save_optimizer, path)
-            return
-        if file_client_args is not None:  # which name other backends than `backend_args`
-            rest = save_optimizer, save_param_scheduler, meta, by_epoch
+        rest = save_optimizer, save_param_scheduler, meta, by_epoch
+        if file_client_args is not None and is_main_process():  # names other backends
             super().save_checkpoint(out_dir, filename, file_client_args, *rest)
             return
-        checkpoint = collect_checkpoint(
-            self, save_optimizer, save_param_scheduler, meta, by_epoch, path
-        )
-        on_host = copy_to_host(checkpoint, self.device_context.accelerator)
-        write_checkpoint(on_host, path, backend_args)
-
-    save_checkpoint.collects_as_mmengine = True  # type: ignore[attr-defined]
+        save_checkpoint(self, path, *rest, backend_args)
 
     def load_or_resume(self) -> None:
         """Load or resume; see :meth:`mmengine.runner.Runner.load_or_resume`.
@@ -340,17 +324,16 @@ class DeviceRunner(Runner):
         model = unwrap_model(self.model)
         trust_classes(self.cfg.get('checkpoint_classes') or ())  # another runner had its own
         checkpoint = read_for_model(filename, map_location, not self.placement.whole, model)
-        if self._resuming:
-            check_types(self, checkpoint, filename)
-            adapt_to_hooks(self, checkpoint, filename)
+        self.resume_state.check(self, checkpoint, filename)
         # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
         self.device_context.materialize()
         # From here on as MMEngine's method.
         with self.placement.loading():
             self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-            load_model(model, checkpoint, filename, strict, revise_keys, bool(self._resuming))
-        if self._resuming:
-            self.resumption.compare(checkpoint, filename)
+            load_model(
+                model, checkpoint, filename, strict, revise_keys, bool(self.resume_state.file)
+            )
+        self.resume_state.compare(checkpoint, filename)
         self._has_loaded = True
         self.logger.info(f'Load checkpoint from {filename}')
         self.device_context.materialize()
@@ -375,15 +358,8 @@ class DeviceRunner(Runner):
         self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
         if self.param_schedulers is not None:
             self.param_schedulers = self.build_param_scheduler(self.param_schedulers)
-        from mmdevplug.checkpoint.resume_settings import ResumeSettings
-
-        self.resumption, self._resuming = ResumeSettings(self), filename
-        try:
-            with explaining_other_run(filename):
-                super().resume(filename, map_location=location)
-        finally:
-            self._resuming = None
-        self.resumption.apply()
+        with self.resume_state.resuming(self, filename):
+            super().resume(filename, map_location=location)
 
     # runs ---------------------------------------------------------------------------------------
 

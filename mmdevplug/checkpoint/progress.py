@@ -17,7 +17,7 @@ from mmdevplug.utils.model import accumulative_counts
 from .participants import RandomStates, RankBuffers, keeps_state
 
 
-class Resumption:
+class Progress:
     """Let a runner, whose participants have their states, train as if it had not stopped.
 
     Args:

@@ -1,0 +1,164 @@
+"""All that a run saves and restores to go on where it was: one object for each runner."""
+
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, Mapping, Optional
+
+from mmengine.hooks import Hook
+
+from mmdevplug.patches.torch_load import last_read
+from mmdevplug.utils.annotations import AnyRunner
+
+from . import participants
+from .fitting import adapt_to_hooks, explaining_other_run
+from .participants import Participants, RandomStates, RankBuffers
+from .plain_state import PlainState
+from .progress import Progress, repeat_validation
+from .state_types import check_types
+
+
+class Resume:
+    """What a run has to know of the one that it goes on from, and the next one of it.
+
+    A DeviceRunner has one; the first checkpoint hook of a stock runner makes it. The first
+    checkpoint hook says when something happens.
+    """
+
+    def __init__(self) -> None:
+        #: The checkpoint hook that is called first.
+        self.first: Optional[Hook] = None
+        #: The checkpoint that is being loaded to resume from.
+        self.file: Optional[str] = None
+        self.participants = Participants()
+        self._random = RandomStates()
+        self._plain: Optional[PlainState] = None
+        self._buffers: Optional[RankBuffers] = None
+        #: Compares the settings of the checkpoint with those of the config.
+        self._settings: Any = None
+        #: The number of ranks of the checkpoint, until training begins.
+        self._ranks = 0
+        self._progress: Optional[Progress] = None
+        #: Whether the validation that follows was done; None before anything was trained.
+        self.validated: Optional[bool] = None
+        #: Whether a checkpoint was saved since the last iteration.
+        self._saved_here = False
+        #: Of the validation that has just ended, while ``after_val_epoch`` of hooks is called.
+        self.metrics: Optional[Dict[str, Any]] = None
+
+    @classmethod
+    def of(cls, runner: AnyRunner, hook: Hook) -> 'Resume':
+        """Return that of a runner, which a checkpoint hook shares from now on."""
+        found = getattr(runner, 'resume_state', None)
+        if found is None:
+            shared = [getattr(each, '_resume_state', None) for each in runner.hooks]
+            found = next(each for each in [*shared, cls()] if isinstance(each, cls))
+        if found.first is None:
+            found.first = hook
+        return found
+
+    # loading ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def resuming(self, runner: AnyRunner, filename: str) -> Iterator[None]:
+        """Compare and set settings around MMEngine's ``resume``, with optimizers as built."""
+        from .resume_settings import ResumeSettings
+
+        self._settings, self.file = ResumeSettings(runner), filename
+        try:
+            with explaining_other_run(filename):
+                yield
+        finally:
+            self.file = None
+        self._settings.apply()
+
+    def check(self, runner: AnyRunner, checkpoint: Dict[str, Any], filename: str) -> None:
+        """Refuse a checkpoint from which training cannot go on, before any hook reads it."""
+        if self.file:
+            check_types(runner, checkpoint, filename)
+            adapt_to_hooks(runner, checkpoint, filename)
+
+    def compare(self, checkpoint: Mapping[str, Any], filename: str) -> None:
+        """Compare the settings of a checkpoint, whose weights are loaded, with the config's."""
+        if self.file:
+            self._settings.compare(checkpoint, filename)
+
+    def take_states(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep the states of this rank, for :meth:`begin`; loaders get theirs now."""
+        if participants.KEY in checkpoint:
+            found = checkpoint[participants.KEY]
+            states = participants.states_of_this_rank(found, self.file or str(last_read()))
+            self.participants.load_state_dict(states)
+            self._ranks = len(found['ranks'])
+
+    # training -----------------------------------------------------------------------------------
+
+    @property
+    def can_save(self) -> bool:
+        """Whether training has begun in this runner."""
+        return self._plain is not None
+
+    def begin(self, runner: AnyRunner, finished: bool) -> None:
+        """Restore states when all is built that training needs; validate if that was due.
+
+        Args:
+            runner (Runner): Before training begins.
+            finished (bool): Whether the run had come to its end.
+        """
+        if self._plain is None:
+            self._plain, self._buffers = PlainState(runner), RankBuffers(runner)
+            participants.add_hooks(self.participants, runner)
+            parts = dict(random=self._random, buffers=self._buffers, plain=self._plain)
+            for name, part in parts.items():
+                self.participants.add(name, part)
+        if not self._ranks:
+            return
+        self.participants.begin()
+        ranks, self._ranks = self._ranks, 0
+        self._progress = Progress(runner, ranks, self._buffers, self._random)
+        metrics, self.metrics = self.metrics, None
+        self.validated = finished or self.validated
+        repeat_validation(runner, self.first, metrics)
+        if not self.validated:
+            self._saved_here = True
+            self._progress.validate_if_due()
+        self._progress.before_epoch(self._plain, self.participants)
+
+    def before_epoch(self) -> None:
+        """Undo what hooks have done a second time in an epoch that was interrupted."""
+        if self._progress is not None:
+            self._progress.after_repeating()
+
+    def before_iteration(self, runner: AnyRunner, batch: Any) -> None:
+        """Let DDP arrange its buckets as they were, before the first iteration."""
+        if self._progress is None:
+            return
+        self._progress.check_batches()
+        self._progress = None
+        participants.warn_of_unused(self.participants.waiting)
+        if hasattr(runner.model, 'warm_up') and self._plain is not None:
+            self._random.state_dict(renew=False)
+            restore = self._plain.keep()
+            runner.model.warm_up(batch, runner.optim_wrapper)
+            restore()
+            self._random.restore()
+
+    def after_iteration(self) -> None:
+        """Note that a validation may follow, and that nothing is saved yet."""
+        self.validated = self._saved_here = False
+
+    def after_epoch(self) -> None:
+        """Note that a validation may follow."""
+        self.validated = False
+
+    def after_validation(self) -> None:
+        """Note a validation."""
+        if self.validated is False:
+            self.validated = True
+            if self._saved_here:
+                self._random.restore(only_lazy=True)
+
+    def gather(self) -> Optional[Dict[str, Any]]:
+        """The states of all ranks for a checkpoint; None before anything was trained."""
+        if self.validated is None:
+            return None
+        self._saved_here = True
+        return participants.gather_states(self.participants)
