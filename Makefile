@@ -136,9 +136,10 @@ coverage: install install-xla  ## Run all tests and count the lines of the packa
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=90
 
-lint: install  ## Check style and that the package is Python 3.8
+lint: install  ## Check style, types, and that the package is Python 3.8
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy --no-error-summary
 	$(BIN)/vermin -t=3.8- --no-tips mmdevplug tools demo
 
 # Compiled once for each release of PyTorch, into the folder for temporary files.
@@ -250,5 +251,5 @@ docs-sites: install install-xla  ## Look at MMEngine's device assumptions, write
 	$(BIN)/python docs/site_table.py
 
 clean:  ## Remove the environments and what was built or trained
-	rm -rf $(VENV) $(VENV_XLA) $(VENV_T20) $(VENV_TPU) build dist docs/_build *.egg-info work_dirs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_XLA) $(VENV_T20) $(VENV_TPU) build dist docs/_build *.egg-info work_dirs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

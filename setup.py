@@ -44,6 +44,7 @@ EXTRAS_REQUIRE = {
         'hypothesis',
         'tensorboard',
         'ruff',
+        'mypy==2.4.1; python_version >= "3.10"',
         'vermin',
         'pre-commit',
         'pre-commit-hooks',
@@ -123,7 +124,7 @@ if __name__ == '__main__':
         packages=find_packages(include=['mmdevplug', 'mmdevplug.*']),
         # `mmdevplug/configs` is a link to `configs`: what base_config() and read_base() read. The
         # examples are in .mim, where mim looks; twice, it would not know which to take.
-        package_data={'mmdevplug': ['configs/_base_/**/*.py']},
+        package_data={'mmdevplug': ['py.typed', 'configs/_base_/**/*.py']},
         include_package_data=False,
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS_REQUIRE,

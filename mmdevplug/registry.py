@@ -204,7 +204,7 @@ def _note_call(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_call(
-    kind: type, ours: type, fulfilling: Tuple[str, ...], lost: Optional[str], absent: bool
+    kind: type, ours: Any, fulfilling: Tuple[str, ...], lost: Optional[str], absent: bool
 ) -> Callable[..., Any]:
     name = fulfilling[0]
     method = getattr(kind, name)

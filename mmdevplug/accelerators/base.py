@@ -106,7 +106,7 @@ class Precision(Part):
             raise self._no_autocast(error) from error
 
     def autocast(
-        self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: object
+        self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
     ) -> AbstractContextManager:
         """The mixed-precision context; ``dtype`` defaults to :attr:`dtype`.
 

@@ -71,7 +71,7 @@ class T20Compilation(LazyCompilation):
 class T20Precision(Precision):
     """Mixed precision of torch_gcu."""
 
-    dtype = torch.float16  # type: ignore[assignment]
+    dtype = torch.float16
 
     def autocast(
         self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: object

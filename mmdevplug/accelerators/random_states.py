@@ -18,7 +18,8 @@ def host_random_state() -> RandomState:
 
     JSON and ``weights_only`` loading take text.
     """
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: Any = np.random.get_state()
+    kind, keys, position, has_gauss, cached = state
     numbers = [str(kind), _encode(keys.tobytes()), int(position), int(has_gauss), float(cached)]
     return dict(
         python=json.dumps(random.getstate()),

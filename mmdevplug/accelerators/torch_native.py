@@ -146,7 +146,8 @@ class TorchNativeAccelerator(Accelerator):
         """
         if not self._is_registered():
             return 0
-        count, given = self._call('device_count'), self._given_count
+        given = self._given_count
+        count: Any = self._call('device_count')
         if count is None and given is None:
             raise AcceleratorError(
                 f'nothing tells how many devices accelerator {self.name!r} has. '

@@ -49,7 +49,7 @@ def load_model(
     Raises:
         CheckpointError: If nothing fits.
     """
-    weights = checkpoint['state_dict']
+    weights: Any = checkpoint['state_dict']
     releases = getattr(weights, '_metadata', None)  # of the modules that wrote it
     for pattern, replacement in revise_keys:
         weights = {re.sub(pattern, replacement, key): value for key, value in weights.items()}

@@ -81,8 +81,9 @@ def origin_of(path: PathLike) -> Origin:
     if not isinstance(meta, dict):
         return Origin()
     job, iteration = meta.get('job'), meta.get('iter')
-    known = isinstance(job, str) and isinstance(iteration, int)
-    return Origin(job, iteration) if known else Origin()
+    if isinstance(job, str) and isinstance(iteration, int):
+        return Origin(job, iteration)
+    return Origin()
 
 
 def read_index(path: PathLike) -> Any:

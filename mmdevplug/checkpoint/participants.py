@@ -172,7 +172,12 @@ class Participants:
         """Return what restores the states that hooks, and what users have added, have now."""
         things = {k: v for k, v in self._things.items() if k not in _OF_RUNNER}
         states = copy.deepcopy({name: thing.state_dict() for name, thing in things.items()})
-        return lambda: [things[name].load_state_dict(states[name]) for name in states]
+
+        def restore() -> None:
+            for name, state in states.items():
+                things[name].load_state_dict(state)
+
+        return restore
 
     def _give(self) -> None:
         for name, thing in [*self._loaders.items(), *self._things.items()]:

@@ -281,6 +281,7 @@ def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[Any, float]:
     Containers may have ``most`` parts; larger ones count as changed if they are replaced.
     """
     kind = type(value)
+    size: float
     if kind in _SCALARS:
         size = len(value) if kind in (str, bytes) else 8
         return (kind, value if value == value else 'nan'), size

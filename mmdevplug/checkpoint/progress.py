@@ -49,15 +49,15 @@ class Progress:
                 f'the checkpoint is in the middle of accumulative_counts={counts}, and gradients '
                 f'of {runner.iter % counts} iteration(s) were not saved'
             )
-        self._endless = getattr(loop, 'dataloader_iterator', None)
+        self._endless: Any = getattr(loop, 'dataloader_iterator', None)
         # Of what has no place and begins anew, MMEngine's loop drops the batches trained on.
         if isinstance(loop, IterBasedTrainLoop) and (loader is None or loader.has_place):
             reading = getattr(self._endless, '_iterator', None)
             if hasattr(self._endless, 'skip_iter'):  # OneDL's
-                self._endless.skip_iter = lambda num_iters: None
+                vars(self._endless)['skip_iter'] = lambda num_iters: None
             elif isinstance(reading, Reading) and _drops_batches(loop):
                 reading.placeholders = loop.iter
-        if at is not None:
+        if loader is not None and at is not None:
             loader.before_next = random.restore
             if isinstance(loop, EpochBasedTrainLoop) and at:
                 # Hooks get the true index of each batch in the epoch that was interrupted.
@@ -128,6 +128,8 @@ def repeat_validation(
 ) -> None:
     """Call ``after_val_epoch`` of the hooks whose turn came after the checkpoint was saved."""
     hooks = runner.hooks
-    for hook in hooks[hooks.index(checkpoint_hook) + 1 :] if metrics is not None else ():
+    if metrics is None:
+        return
+    for hook in hooks[hooks.index(checkpoint_hook) + 1 :]:
         if keeps_state(hook):
             hook.after_val_epoch(runner, metrics=dict(metrics))

@@ -30,8 +30,9 @@ class Resume:
         self.file: Optional[str] = None
         self.participants = Participants()
         self._random = RandomStates()
-        self._plain: Optional[PlainState] = None
-        self._buffers: Optional[RankBuffers] = None
+        #: Of the model and of hooks, once training has begun.
+        self._plain: Any = None
+        self._buffers: Any = None
         #: Compares the settings of the checkpoint with those of the config.
         self._settings: Any = None
         #: The number of ranks of the checkpoint, until training begins.

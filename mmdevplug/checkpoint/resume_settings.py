@@ -338,8 +338,9 @@ class ResumeSettings:
         check_names(checkpoint['optimizer'], [one.name for one in self.optimizers], where)
         info, meta = checkpoint['message_hub'].get('runtime_info') or {}, checkpoint['meta']
         self.then = {True: info.get('max_epochs'), False: info.get('max_iters')}
-        if self.by_epoch and all(self.then.values()):
-            self.epoch[0] = max(1, self.then[False] // self.then[True])
+        epochs, iterations = self.then[True], self.then[False]
+        if self.by_epoch and epochs and iterations:
+            self.epoch[0] = max(1, iterations // epochs)
         before, found = self.then[self.by_epoch], []
         epoch, then_by_epoch = meta['epoch'], counted_epochs(meta)
         if then_by_epoch is not None and then_by_epoch != self.by_epoch:

@@ -55,7 +55,8 @@ class BackgroundWriter:
 
         def run() -> None:
             try:
-                running.set_result(function())
+                function()
+                running.set_result(None)
             except BaseException as error:
                 running.set_exception(error)
 
@@ -122,7 +123,12 @@ class CheckpointSaver:
         finally:
             _WRITE.reset(token)
         if later:
-            self._background.start(lambda: (later[0](), finish())[1])
+
+            def write() -> None:
+                later[0]()
+                finish()
+
+            self._background.start(write)
         else:
             finish()
 
@@ -309,7 +315,7 @@ def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, 
         job=getattr(getattr(runner, 'job', None), 'name', None),
         counts_epochs=isinstance(runner.train_loop, EpochBasedTrainLoop),
     )
-    dataset = getattr(loader_of(runner.train_loop), 'dataset', None)
+    dataset: Any = getattr(loader_of(runner.train_loop), 'dataset', None)
     if hasattr(dataset, 'metainfo'):
         meta['dataset_meta'] = dataset.metainfo
     return meta

@@ -159,12 +159,13 @@ def compare_step(runner: DeviceRunner, batch: Any) -> List[Finding]:
 
 
 def _why_not(runner: DeviceRunner) -> Optional[str]:
-    model = runner.model
+    model: Any = runner.model
     if not (runner.placement.whole and runner.placement.one_device):
         return 'the model is spread over several devices.'
     if unwrap_model(model) is not model or not isinstance(model, BaseModel):
         return f'{type(model).__name__} is no model of MMEngine.'
-    if type(model).train_step is not BaseModel.train_step:
+    kind: Any = type(model)
+    if kind.train_step is not BaseModel.train_step:
         return f'{type(model).__name__} has a train_step() of its own.'
     if not isinstance(runner.cfg.get('model'), dict):
         return 'the config has no model that can be built again.'
@@ -220,7 +221,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
             module.training = False
         elif isinstance(getattr(module, 'dropout', None), float):  # attention
             before.append((module, 'dropout', module.dropout))
-            module.dropout = 0.0
+            vars(module)['dropout'] = 0.0
     try:
         yield
     finally:

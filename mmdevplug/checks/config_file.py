@@ -50,7 +50,7 @@ def load_file(path: str, import_modules: bool = True) -> Config:
         file, line = frames[-1][0].f_code.co_filename, frames[-1][1]
         if isinstance(cause, SyntaxError):
             read = [each for each, _ in frames if each.f_globals['__name__'] == Config.__module__]
-            file, line = read[-1].f_locals.get('filename', path), cause.lineno
+            file, line = read[-1].f_locals.get('filename', path), cause.lineno or 0
         raise DevPlugError(
             f'CONFIG {named!r} cannot be read: {file}:{line}: {type(cause).__name__}: '
             f'{first_line(cause)}'

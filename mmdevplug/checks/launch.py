@@ -1,7 +1,7 @@
 """Section *launch*: launch variables, contradictions between them, leftovers of an old job."""
 
 import os
-from typing import Iterator, List, Mapping, Optional
+from typing import Any, Iterator, List, Mapping, Optional
 
 from mmdevplug.environments.launch_variables import Environment, find_environment, read_launch_env
 from mmdevplug.environments.stale import stale_variables, unset_line
@@ -66,7 +66,7 @@ def _under(environment: Environment) -> Iterator[Finding]:
     name = environment.name
     try:
         hosts = environment.hosts() if environment.per_host else None
-        env = environment.read() if hosts is None else None
+        env: Any = environment.read() if hosts is None else None
     except LaunchError as error:
         yield section.error(
             f'--launcher {name} is refused here: {error}',
@@ -74,7 +74,7 @@ def _under(environment: Environment) -> Iterator[Finding]:
             f'unset {" ".join(environment.detect())}',
         )
         return
-    if env is None:
+    if hosts is not None:
         place = '' if hosts.node_rank is None else f' as number {hosts.node_rank}'
         meet = '' if hosts.master_addr is None else f', which meet at {hosts.master_addr}'
         yield section.ok(

@@ -85,7 +85,7 @@ def train_one_step(cfg: Config, policy: str = 'error', compare: bool = True) -> 
             findings.append(section.error(said, _WHY))
         wrong = [*_misplaced(runner), *_apart(runner.model, runner.optim_wrapper)]
         findings += [section.error(found, _WHY) for found in wrong]
-        moved = guard.report() if policy != 'error' and sites else ''
+        moved = guard.report() if guard is not None and policy != 'error' and sites else ''
         devices = ', '.join(map(str, runner.device_context.devices))
         return Step(devices, moved, findings)
 

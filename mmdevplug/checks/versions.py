@@ -225,7 +225,7 @@ def _needed(error: BaseException, frames: Sequence[FrameType]) -> Optional[Probl
         place = folder_of(name) or 'nowhere'
         what = f'{package} needs {name} {versions}, but {name} {version} is installed ({place})'
         return Problem(what, install_command(name, versions))
-    if re.fullmatch(r'mm\w+', missing or ''):
+    if missing is not None and re.fullmatch(r'mm\w+', missing):
         what = f'{package} needs {missing}, which is not installed for {sys.executable}'
         return Problem(what, install_command(missing))
     return None

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any, Dict, Mapping, Optional, Sequence
 
 from mmdevplug.config.fields import options_of
 from mmdevplug.config.launch_options import LaunchOptions
@@ -27,7 +27,7 @@ def add_launch_arguments(
 ) -> None:
     """Add a flag for each of some options of :class:`LaunchOptions`; by default for all."""
     group = parser.add_argument_group('starting processes')
-    kinds = {'int': int, 'float': float, 'str': str, 'int, str': _number_or_word}
+    kinds: Dict[str, Any] = {'int': int, 'float': float, 'str': str, 'int, str': _number_or_word}
     for one in options_of(LaunchOptions):
         if one.name in names:
             group.add_argument(

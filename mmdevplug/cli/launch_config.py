@@ -3,7 +3,7 @@
 import argparse
 import os
 from dataclasses import replace
-from typing import List, Optional
+from typing import Any, List, Optional
 
 from mmdevplug.accelerators import choose_accelerator
 from mmdevplug.accelerators.counting import count_devices, refuse_missing_devices
@@ -42,7 +42,7 @@ def main(argv: Optional[List[str]] = None) -> None:
             f'hosts cannot join and leave a job of accelerate. Start it with mmdevplug train.'
         )
     accelerator = choose_accelerator(args.accelerator).accelerator
-    nproc = settings.nproc
+    nproc: Any = settings.nproc
     if nproc in COUNTED:
         nproc = count_devices(nproc, accelerator)
     refuse_missing_devices(accelerator, nproc)

@@ -31,7 +31,7 @@ atexit.register(gc.unfreeze)
 def _hide_end_of_command(kind: type, error: BaseException, trace: Any) -> None:
     """Say nothing where a signal ends the command while it asks this process for a rank."""
     if kind not in (EOFError, FileNotFoundError):  # Python 3.8 misses the command's semaphores
-        sys.__excepthook__(kind, error, trace)  # type: ignore[arg-type]
+        sys.__excepthook__(kind, error, trace)
 
 
 sys.excepthook = _hide_end_of_command

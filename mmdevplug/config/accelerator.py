@@ -67,7 +67,7 @@ class AcceleratorOptions(Options):
 
     @classmethod
     def from_config(
-        cls, config: Any, problems: Optional[List[DevPlugError]] = None, **defaults: object
+        cls, config: Any, problems: Optional[List[DevPlugError]] = None, **defaults: Any
     ) -> 'AcceleratorOptions':
         """Parse and check the config key: a name, a dict, or an accelerator.
 

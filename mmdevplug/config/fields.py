@@ -150,7 +150,7 @@ class Options:
     @classmethod
     def check(cls, name: str, value: object, origin: Optional[str] = None) -> None:
         """Refuse an impossible value of an option, which a message calls ``origin``."""
-        field = cls.__dataclass_fields__[name]
+        field = next(one for one in options_of(cls) if one.name == name)
         check = field.metadata['check'] or _by_types(field.metadata)
         if value is field.default or check is None:
             return

@@ -6,7 +6,18 @@ preprocessor's pad value after normalization. That value is filled in on the dev
 constant shapes. Losses and predictions are those of a batch that contains a larger image.
 """
 
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    Mapping,
+    MutableMapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 from mmengine.logging import print_log
@@ -55,8 +66,8 @@ class PaddedForward:
                 for sample, own in zip(data['data_samples'], self._sizes)
             ]
         self._filled = False
-        result = self._forward(data, training)
-        if not self._filled and isinstance(result, Mapping):
+        result: Any = self._forward(data, training)
+        if not self._filled and isinstance(result, MutableMapping):
             result['inputs'] = self.fill(result['inputs'], result.get('data_samples'))
         return result
 
@@ -70,9 +81,9 @@ class PaddedForward:
             for sample, own in zip(data_samples, self._sizes):
                 self._correct(sample, own, (height, width))
         middle = [1] * (inputs.dim() - 3)
-        own = torch.tensor(self._sizes)
-        below = torch.arange(height) >= own[:, :1]
-        beside = torch.arange(width) >= own[:, 1:]
+        sizes = torch.tensor(self._sizes)
+        below = torch.arange(height) >= sizes[:, :1]
+        beside = torch.arange(width) >= sizes[:, 1:]
         below = below.view(-1, *middle, height, 1).to(inputs.device)
         beside = beside.view(-1, *middle, 1, width).to(inputs.device)
         return inputs.masked_fill(below | beside, _first(self.preprocessor, PAD_VALUE, 0))
@@ -156,8 +167,8 @@ def install_padding(model: nn.Module, pad_to: PadTo) -> None:
     print_log(f'pad_to: batches of images are padded to {sizes}.', 'current')
 
 
-def _images(data: object) -> Sequence[Tensor]:
-    images = data.get('inputs') if isinstance(data, Mapping) else None
+def _images(data: object) -> Union[Tensor, Sequence[Tensor]]:
+    images: Any = data.get('inputs') if isinstance(data, Mapping) else None
     several = isinstance(images, (list, tuple)) and len(images) > 0
     if several and all(isinstance(image, Tensor) and image.dim() >= 2 for image in images):
         return images

@@ -34,7 +34,8 @@ class Reading:
         if loader.order is not None:
             loader.order.passes = loader._passes
         self.yielded, loader._left_out = loader._left_out, 0
-        self._inner = super(ResumableLoader, loader).__iter__()
+        next_in_line: Any = super(ResumableLoader, loader)
+        self._inner = next_in_line.__iter__()
 
     def __iter__(self) -> 'Reading':
         return self
@@ -89,7 +90,7 @@ class ResumableLoader(DataLoader):
     _silent = False
     _newest: Callable[[], Optional[Reading]] = staticmethod(lambda: None)
 
-    def __iter__(self) -> Reading:
+    def __iter__(self) -> Any:
         reading = Reading(self)
         self._newest = ref(reading)  # no circle, which would keep workers alive
         return reading
@@ -137,7 +138,7 @@ class ResumableLoader(DataLoader):
         under_way = reading is not None and not reading.ended
         state = dict(
             passes=self._passes,
-            yielded=reading.yielded if under_way else None,
+            yielded=reading.yielded if reading is not None and under_way else None,
             workers_run=getattr(self, 'persistent_workers', False) and bool(self._iterator),
             ranks=get_world_size(),
             batch_size=batch_size_of(self),
@@ -172,7 +173,8 @@ class ResumableLoader(DataLoader):
                 )
                 return
             # It begins again when its next batch is asked for.
-            reading._inner = self._iterator = None
+            reading._inner = None
+            vars(self)['_iterator'] = None
         self._passes = state['passes'] - under_way
         self.resumed_at = yielded
         self._silent = under_way or state['workers_run']
@@ -218,7 +220,8 @@ class ResumableLoader(DataLoader):
         from .seeded_workers import derive_seed, seeded_batch
 
         # The seed may be the same on all ranks.
-        self.order.add_seed = partial(seeded_batch, derive_seed(self.seed, get_rank()))
+        if self.order is not None and self.seed is not None:
+            self.order.add_seed = partial(seeded_batch, derive_seed(self.seed, get_rank()))
 
     def _batches_to_skip(self, order: Order, state: Mapping[str, Any]) -> Tuple[int, int, str]:
         """The batches that were yielded, of this job's size, samples of the next, what differs."""
@@ -259,21 +262,22 @@ def make_resumable(loader: Any, seed: Optional[int] = None, config: Any = None) 
     """
     if not isinstance(loader, DataLoader):
         return None
+    made: Any = loader
     if not isinstance(loader, ResumableLoader):
-        loader.__class__ = type(type(loader).__name__, (ResumableLoader, type(loader)), {})
+        made.__class__ = type(type(loader).__name__, (ResumableLoader, type(loader)), {})
         streams = isinstance(loader.dataset, IterableDataset)
-        if not streams and loader._source() is None:
-            batches = loader._index_sampler
-            loader.order = Order(batches, sampler_of(loader))
+        if not streams and made._source() is None:
+            batches = made._index_sampler
+            made.order = Order(batches, sampler_of(loader))
             if loader.num_workers > 0 and seed is not None:
                 from .seeded_workers import WorkerInit
 
-                loader.seed = seed
-                loader._seed_batches()
-                loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
+                made.seed = seed
+                made._seed_batches()
+                made.worker_init_fn = WorkerInit(made.worker_init_fn)
     if isinstance(config, Mapping):
-        loader.config = config
-    return loader
+        made.config = config
+    return made
 
 
 def has_state(thing: object) -> bool:

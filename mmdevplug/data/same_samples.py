@@ -123,8 +123,9 @@ def _facts(runner: AnyRunner, loop: Any, loader: Any, config: Any) -> Dict[str, 
         most = min(size // runner.world_size, TRIED)
         some = list(islice(iter(own), most))
         drawn = list(map(str, islice(chain.from_iterable(some), most)))
-        if some and length_of(own) and not isinstance(loop, IterBasedTrainLoop):
-            share = min(length_of(own) * len(some[0]), size)
+        length = length_of(own)
+        if some and length and not isinstance(loop, IterBasedTrainLoop):
+            share = min(length * len(some[0]), size)
     elif size is not None and sampler is not None:
         # A sampler without an end gives each rank a share of a pass before it repeats samples.
         share = None if isinstance(loop, IterBasedTrainLoop) else length_of(sampler)
@@ -190,8 +191,8 @@ def _columns(name: str, value: Any) -> List[Tuple[str, Any]]:
 def _entries(value: Any) -> List[Any]:
     """The first entries of a list, an array or a dict; [] where they cannot be compared."""
     if isinstance(value, (np.ndarray, Tensor)):
-        some = value[:MOST_ENTRIES] if value.ndim and len(value) else []
-        return some.reshape(len(some), -1)[:, :16].tolist() if len(some) else []
+        some = value[:MOST_ENTRIES] if value.ndim else value
+        return some.reshape(len(some), -1)[:, :16].tolist() if value.ndim and len(some) else []
     if isinstance(value, dict):  # has the same meaning in another order
         value = sorted(islice(value.items(), MOST_ENTRIES), key=repr)
     if not isinstance(value, (list, tuple, deque)):
@@ -203,7 +204,7 @@ def _entries(value: Any) -> List[Any]:
 
 def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optional[int]]]:
     """What is wrong with each loader, and the rank that refuses it; called on rank 0."""
-    found = []
+    found: List[Tuple[str, str, Optional[int]]] = []
     for name in ranks[0]:
         facts = [each[name] for each in ranks if name in each]
         for message, certain in _judge_one(facts) if len(facts) == len(ranks) else ():
@@ -270,8 +271,8 @@ def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
     elif facts[0]['metric'] and None not in shares and sum(shares) < max(sizes):
         yield f'all ranks together read {sum(shares)} of {max(sizes)} samples. {_ADVICE}', False
     elif lengths.count(lengths[0]) < len(lengths):
-        same = len(set(sizes)) == 1  # in all, of parts that differ
-        yield f'ranks have data sets of different lengths: {lengths[:MAX_LISTED]}.', same
+        certain = len(set(sizes)) == 1  # in all, of parts that differ
+        yield f'ranks have data sets of different lengths: {lengths[:MAX_LISTED]}.', certain
     elif facts[0]['metric'] and _repeats(facts):
         message = f'{facts[0]["sampler"]} gives ranks some samples twice and others not at all'
         yield f'{message}. {_ADVICE}', True

@@ -42,7 +42,8 @@ class WorkerInit:
     def __call__(self, worker_id: int) -> None:
         if self._before is not None:
             self._before(worker_id)
-        dataset = torch.utils.data.get_worker_info().dataset
+        worker: Any = torch.utils.data.get_worker_info()
+        dataset = worker.dataset
         fetch = partial(_fetch_seeded, dataset, getattr(dataset, '__getitems__', None))
         # Only this process is changed.
         if ASKS_FOR_BATCHES:  # the fetcher looks for it on the object

@@ -128,7 +128,7 @@ def _names(call: Call) -> Dict[str, Any]:
 
 def _look_up(frame: FrameType, name: str) -> Tuple[str, Any]:
     first, *parts = _PART.finditer(name)
-    value = frame.f_locals.get(first[0], frame.f_globals.get(first[0]))
+    value: Any = frame.f_locals.get(first[0], frame.f_globals.get(first[0]))
     for part in parts:
         attribute, index, key = part.groups()
         try:

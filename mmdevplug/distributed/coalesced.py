@@ -1,6 +1,6 @@
 """Broadcast many tensors in few messages."""
 
-from typing import Sequence
+from typing import List, Sequence
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -25,7 +25,8 @@ def broadcast_tensors(
     on every rank; tensors may be on the accelerator's device or on the host.
     """
     place, main = group_device(group), get_global_rank(group, 0)
-    on_host, elsewhere = [], []
+    on_host: List[Tensor] = []
+    elsewhere: List[Tensor] = []
     for tensor in tensors:
         if tensor.numel():
             (on_host if tensor.device.type == 'cpu' else elsewhere).append(tensor.detach())

@@ -64,7 +64,7 @@ _HELD_BY_TORCHRUN = (
 #: In seconds, 31 years, for infinite ones: nanoseconds of it fit into 64 bits.
 LONGEST_TIMEOUT = 1e9
 
-Timeout = Optional[Union[Real, timedelta]]
+Timeout = Optional[Union[float, timedelta]]
 ChooseDevices = Callable[[Accelerator, LaunchEnv], Sequence[torch.device]]
 
 
@@ -73,7 +73,7 @@ def start_distributed(
     accelerator: AcceleratorConfig = None,
     forced_backend: Optional[str] = None,
     backend: Optional[str] = None,
-    timeout: Optional[Real] = None,
+    timeout: Optional[float] = None,
     port: Optional[int] = None,
     init_backend: str = 'torch',
     choose_devices: Optional[ChooseDevices] = None,
@@ -112,7 +112,7 @@ def start_distributed(
         )
     env = read_launch_env(launcher, port=port)
     exists = torch_dist.is_available() and torch_dist.is_initialized()
-    store = None
+    store: Any = None
     if launcher == 'none':
         _refuse_to_train_alone(exists)
     elif not exists:
@@ -244,7 +244,7 @@ def _check_group(accelerator: Accelerator) -> str:
 
     Returns its backend.
     """
-    name = torch_dist.get_backend()
+    name: str = torch_dist.get_backend()
     if name == 'undefined':  # that of init_process_group() without a backend
         name = backend_of()
     kind = accelerator.device_type
@@ -277,7 +277,7 @@ def _start_group(
 ) -> None:
     # torchrun's store outlives a process group; a second one would read the first's addresses.
     fresh = torch_dist.PrefixStore(next_meeting(store, env, 'group'), store)
-    place = dict(store=fresh, rank=env.rank, world_size=env.world_size, timeout=timeout)
+    place: Any = dict(store=fresh, rank=env.rank, world_size=env.world_size, timeout=timeout)
     by_gloo = 'gloo' in backend or backend == 'staged'
 
     def start() -> None:
@@ -395,7 +395,9 @@ def _connect(env: LaunchEnv, timeout: timedelta, holds: bool) -> Any:
     But without waiting for the other ranks: who is missing at the first meeting is named there.
     """
     options: Any = dict(wait_for_workers=False, multi_tenant=holds)
-    if os.environ.get('USE_LIBUV') == '0' and 'use_libuv' in torch_dist.TCPStore.__init__.__doc__:
+    if os.environ.get('USE_LIBUV') == '0' and 'use_libuv' in str(
+        torch_dist.TCPStore.__init__.__doc__
+    ):
         options['use_libuv'] = False
     place, began = (env.master_addr, env.master_port), time.monotonic()
     while True:

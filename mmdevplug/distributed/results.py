@@ -40,14 +40,14 @@ def gather_results(results: Sequence[Any]) -> Optional[List[List[Any]]]:
     enter_phase('gathering results')
     results = to_device(list(results), 'cpu')
     if torch_dist.get_rank() == 0:
-        return [results, *_receive(range(1, torch_dist.get_world_size()))]
+        return [list(results), *_receive(range(1, torch_dist.get_world_size()))]
     sent, count = 0, 1
     while True:
         chunk = results[sent : sent + count]
         try:
             message = dumps((chunk, sent + count < len(results)), trusted=True)
         except Exception as error:  # whatever an object's own code raises
-            refusal = _refusal(results, sent, error)
+            refusal = _refusal(list(results), sent, error)
             exchange_bytes({0: dumps((str(refusal), False))}, [])
             raise refusal from error
         exchange_bytes({0: message}, [])

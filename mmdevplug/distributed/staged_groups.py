@@ -1,6 +1,7 @@
 """Process groups that average on the host, beside those that a program has."""
 
 import inspect
+from typing import Any
 
 import torch
 from torch import distributed as torch_dist
@@ -41,7 +42,7 @@ def _make(group: AnyGroup) -> staged.StagedProcessGroup:
         number = store.add(f'{staged.NAME}/{members}/made/{torch_dist.get_rank(group)}', 1)
         store = torch_dist.PrefixStore(f'{staged.NAME}/{members}/{number}', store)
         return staged.StagedProcessGroup(store, torch_dist.get_rank(group), size, timeout)
-    options = dict(backend=staged.NAME, timeout=timeout)
+    options: Any = dict(backend=staged.NAME, timeout=timeout)
     if 'use_local_synchronization' in inspect.signature(torch_dist.new_group).parameters:
         options['use_local_synchronization'] = True  # since PyTorch 2.1
     return torch_dist.new_group([get_global_rank(group, rank) for rank in range(size)], **options)

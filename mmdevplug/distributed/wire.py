@@ -45,7 +45,8 @@ class _Parts(NamedTuple):
     parts: List[Any]
 
     def build(self, built: Callable[[Any], Any]) -> Any:
-        return container_of(self.kind).build(self.kind, self.names, list(map(built, self.parts)))
+        container: Any = container_of(self.kind)
+        return container.build(self.kind, self.names, list(map(built, self.parts)))
 
 
 def to_tensor(data: bytes) -> Tensor:
@@ -160,9 +161,9 @@ def _places(begin: int, table: Sequence[Sequence[Any]]) -> List[int]:
 
 def _block_bytes(name: str, shape: Sequence[int], count: int) -> int:
     dtype = _read_dtype(name)
-    of_arrays = isinstance(dtype, np.dtype)
-    itemsize = dtype.itemsize if of_arrays else torch.empty(0, dtype=dtype).element_size()
-    return count * prod(shape) * itemsize
+    if isinstance(dtype, np.dtype):
+        return count * prod(shape) * dtype.itemsize
+    return count * prod(shape) * torch.empty(0, dtype=dtype).element_size()
 
 
 def _read_dtype(name: str) -> Union[torch.dtype, np.dtype]:
@@ -202,7 +203,7 @@ class _Pickler(pickle.Pickler):
         self.blocks: Dict[Tuple[str, Tuple[int, ...]], Tuple[int, List[Any]]] = {}
 
     def persistent_id(self, value: Any) -> Any:
-        kind = type(value)
+        kind: Any = type(value)
         if kind in _BUILT_IN:
             return None
         if isinstance(value, Tensor) and is_plain(value):

@@ -4,7 +4,7 @@ import os
 import re
 import socket
 from abc import ABC, abstractmethod
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Union
 
 from mmdevplug.config.fields import REQUIRED, shortened
 from mmdevplug.errors import LaunchError
@@ -82,7 +82,7 @@ class Environment(ABC):
 
     name: str = ''
     command: str = ''
-    names: Tuple[str, str, str, str] = ('', '', '', '')
+    names: Sequence[str] = ('', '', '', '')
     per_host: bool = False
     starts_starters: bool = True
 

@@ -167,7 +167,7 @@ def accelerate_config(settings: LaunchOptions, use_cpu: bool) -> str:
         # with MULTI_CPU, and a function with XLA; both lack torchrun's variables.
         distributed_type='MULTI_GPU',
         use_cpu=use_cpu,
-        num_processes=settings.nproc * settings.nnodes,
+        num_processes=int(settings.nproc or 1) * int(settings.nnodes or 1),
         num_machines=settings.nnodes,
         machine_rank=settings.node_rank or 0,
         main_process_ip=settings.master_addr,

@@ -98,9 +98,9 @@ class DigitsClassifier(BaseModel):
             ``'tensor'`` scores of shape (N, 10).
         """
         scores = self.head(self.backbone(inputs))
-        if mode == 'loss':
+        if labels is not None and mode == 'loss':
             return dict(loss=nn.functional.cross_entropy(scores, labels))
-        if mode == 'predict':
+        if labels is not None and mode == 'predict':
             digits = scores.argmax(dim=1).unbind()
             return [dict(pred=d, label=label) for d, label in zip(digits, labels.unbind())]
         return scores

@@ -34,7 +34,7 @@ def watch_for_failures(
     if PROCESS.watch is not None:
         return
     # A second connection, which is free while the main thread waits in the first.
-    own = torch_dist.TCPStore(
+    own: Any = torch_dist.TCPStore(
         env.master_addr, env.master_port, timeout=timeout, wait_for_workers=False
     )
     own = torch_dist.PrefixStore(f'{prefix}/watch', own)
@@ -103,14 +103,14 @@ def fail_together(stage: str) -> Iterator[None]:
                 raise
             if not outermost:
                 # A context around this one may explain the error better.
-                error._mmdevplug_stage = getattr(error, '_mmdevplug_stage', stage)
+                vars(error).setdefault('_mmdevplug_stage', stage)
                 raise
             lost = isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error))
             # Others of ours may well name a backend.
             ours = isinstance(error, DevPlugError) and not isinstance(error, StagedError)
             if lost and not ours:
                 raise PROCESS.watch.explain(error) from error
-            error._mmdevplug_reported = True
+            known_to_all(error)
             PROCESS.watch.report_error(error, getattr(error, '_mmdevplug_stage', stage))
             raise
 

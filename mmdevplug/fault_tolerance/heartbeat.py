@@ -45,7 +45,8 @@ STOPPED = 'T'
 class Beat(NamedTuple):
     """One entry of a rank's heartbeat."""
 
-    count: int  # number of beats, this one included
+    # Number of beats, this one included. It hides a method of tuples that nobody calls.
+    count: int  # type: ignore[assignment]
     state: str  # RUNNING, LOST, FAILED or ENDED
     phase: str
     seconds: float  # since the phase began

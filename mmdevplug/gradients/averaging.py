@@ -262,7 +262,7 @@ class StagedAveraging(Averaging):
         """See :meth:`Averaging.start`."""
         setting, size = self.setting, self.setting.options.bucket_cap_mb
         with trained.requiring_gradients():
-            self.staging = LazyStaging(
+            self.staging = self._host = LazyStaging(
                 trained.named,
                 setting.accelerator,
                 setting.group,
@@ -284,12 +284,12 @@ class StagedAveraging(Averaging):
         synchronize = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
         wrapper.require_forward_param_sync = synchronize
         if torch.is_grad_enabled():
-            self.staging.prepare(outputs, synchronize)
+            self._host.prepare(outputs, synchronize)
         return outputs
 
     def average(self, trained: TrainableSet) -> None:
         """See :meth:`Averaging.average`."""
-        self.staging.average()
+        self._host.average()
 
     def before_update(self, optim_wrapper: AnyOptimWrapper) -> None:
         """See :meth:`Averaging.before_update`."""

@@ -39,17 +39,17 @@ class BucketAveraging:
         self._waits_inside = waits_inside
         names, parameters = zip(*named_parameters)
         self._names = dict(zip(map(id, parameters), names))
-        self._in_iteration = False
+        self._in_iteration = self._not_finite = False
+        self._found: List[str] = []
+        # Buckets that are averaged on the host: the work, what DDP waits for, and parameters with
+        # their gradients if NaN matters.
+        self._started: List[Tuple[Any, Tensor, torch.futures.Future, Any]] = []
 
     # Without annotations: DDP accepts only those of its release.
     def hook(self, state, bucket):
         """Average a bucket; returns a future."""
         if not self._in_iteration:
-            self._found: List[str] = []
-            self._not_finite = False
-            # Buckets that are averaged on the host: the work, what DDP waits for, and parameters
-            # with their gradients if NaN matters.
-            self._started: List[Tuple[Any, Tensor, torch.futures.Future, Any]] = []
+            self._found, self._started, self._not_finite = [], [], False
             # Without a backward, a rank that has left DDP's `join` answers the others.
             with suppress(RuntimeError):
                 torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_ddp)
@@ -74,7 +74,7 @@ class BucketAveraging:
         watched = self.policy.active and self._in_iteration
         work = self.group.average(flat, keeps_nonfinite=watched)
         named = list(zip(bucket.parameters(), bucket.gradients())) if watched else None
-        future = torch.futures.Future()
+        future: Any = torch.futures.Future()
         if self._in_iteration:
             self._started.append((work, flat, future, named))
         if self._waits_inside or not self._in_iteration:

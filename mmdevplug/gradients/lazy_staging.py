@@ -6,7 +6,7 @@ batched fetches of at most ``FETCH_BYTES`` and one batched send.
 """
 
 import threading
-from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,8 @@ class LazyStaging:
         even = -(-size // max(1, round(size / BUCKET_BYTES)))
         self._bucket_bytes = bucket_bytes or even
         self._divided: Optional[Tuple[List[int], List[Bucket]]] = None
+        self._hooks: List[Any] = []
+        self._used: List[bool] = []
         self._begin_iteration()
         if before is not None:
             for hook in before._hooks:
@@ -149,7 +151,7 @@ class LazyStaging:
         """Compute the gradients, and return which parameters any rank used."""
         flags = torch.tensor(self._used, dtype=torch.int32, device='cpu')
         agreed = self.group.allreduce([flags])
-        gradients = [p.grad for p, here in zip(self.parameters, self._used) if here]
+        gradients: Any = [p.grad for p, here in zip(self.parameters, self._used) if here]
         # The all-reduce runs while a lazy device computes.
         self.accelerator.compilation.materialize_all(self.devices, gradients)
         agreed.wait()
@@ -177,7 +179,7 @@ class LazyStaging:
         return self.group.average(bucket.memory)
 
     def _dense_gradient(self, index: int) -> Tensor:
-        gradient = self.parameters[index].grad
+        gradient: Any = self.parameters[index].grad
         if gradient.is_sparse:
             raise ModelError(
                 f'parameter {self.names[index]!r} has a sparse gradient, which cannot be '
@@ -223,7 +225,8 @@ class LazyStaging:
             for index in bucket.indices
             if self.parameters[index].grad is not None
         ]
-        fetched = self.accelerator.copies.to_host([self.parameters[i].grad for i in indices])
+        gradients: Any = [self.parameters[i].grad for i in indices]
+        fetched = self.accelerator.copies.to_host(gradients)
         self.policy.stop(
             names_of_nonfinite([(self.names[i], own) for i, own in zip(indices, fetched)])
         )

@@ -64,7 +64,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         broadcast_buffers: bool = False,
         find_unused_parameters: bool = False,
         accelerator: AcceleratorConfig = None,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> None:
         # As MMEngine does, instead of the constructor of DDP.
         nn.Module.__init__(self)
@@ -73,7 +73,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         # As a whole, so that children keep sharing parameters.
         self.module = move_module(module, self.device)
         self._devices = devices_of(module.parameters())
-        self._part_options = dict(
+        self._part_options: Dict[str, Any] = dict(
             kwargs,
             accelerator=self.accelerator,
             broadcast_buffers=broadcast_buffers,
@@ -91,7 +91,8 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
 
     def _wrap(self, names: List[str]) -> None:
         for name in names:
-            self.module._modules[name] = _Part(self.module._modules[name], **self._part_options)
+            child: Any = self.module._modules[name]
+            self.module._modules[name] = _Part(child, **self._part_options)
 
     def _follow_trainable(self) -> None:
         """Wrap children that were frozen and are trained now, or have been replaced."""
@@ -125,7 +126,8 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
             self._follow_trainable()
             check_optimizers(self.module, [part._trainable for part in self.parts], optim_wrapper)
             self.follow_scaler(optim_wrapper)
-            log_vars = self.module.train_step(data, optim_wrapper)
+            inner: Any = self.module
+            log_vars = inner.train_step(data, optim_wrapper)
             self.accelerator.compilation.materialize_all(self._devices)
             self.step_materialized = True
             log_norms(optim_wrapper)

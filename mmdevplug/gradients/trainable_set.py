@@ -6,7 +6,7 @@ would train different models from then on.
 """
 
 from contextlib import contextmanager
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Dict, FrozenSet, Iterator, List, Optional, Sequence, Tuple
 
 from torch import Tensor, nn
 
@@ -44,7 +44,7 @@ class TrainableSet:
             if parameter.requires_grad or id(parameter) in kept:
                 self.named.append((name, parameter))
                 averaged[id(parameter)] = parameter
-        self._ids = frozenset(averaged)
+        self._ids: FrozenSet[int] = frozenset(averaged)
         self._last = _trainable_ids(module)
         self._changed = before is not None
         #: The number of optimized parameters when they were last checked.
@@ -60,7 +60,7 @@ class TrainableSet:
         if before is not None:
             self.new = [t for t in tensors if id(t) not in before._tensors]
             self.kept_buffers = [b for b in module.buffers() if id(b) in before._tensors]
-        self._tensors = dict(zip(map(id, tensors), tensors))
+        self._tensors: Dict[int, Tensor] = dict(zip(map(id, tensors), tensors))
 
     def has_changed(self) -> bool:
         """Return whether averaging has to begin anew; takes 0.1 ms for 400 modules."""

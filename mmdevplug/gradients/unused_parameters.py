@@ -63,7 +63,7 @@ def _averaged_by_ddp(model: nn.Module) -> List[Tuple[str, Any]]:
     return [(f'{name}.', one) for name, one in children if vars(one).get('reducer') is not None]
 
 
-def _averaged_names(ddp: nn.Module, prefix: str) -> List[str]:
+def _averaged_names(ddp: Any, prefix: str) -> List[str]:
     ours = getattr(ddp, '_trainable', None)  # what the reducer was built for
     names = [name for name, _ in ours.named] if ours is not None else list(trainable(ddp.module))
     return [f'{prefix}{name}' for name in names if name not in ddp.parameters_to_ignore]

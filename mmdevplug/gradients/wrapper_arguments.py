@@ -49,7 +49,7 @@ def refuse_frozen(module: nn.Module) -> None:
     )
 
 
-def read_options(wrapper: type, kwargs: Dict[str, Any]) -> WrapperOptions:
+def read_options(wrapper: Any, kwargs: Dict[str, Any]) -> WrapperOptions:
     """Take our options out of ``kwargs``, which then holds what PyTorch's DDP takes."""
     names = WrapperOptions.names()
     given = {}

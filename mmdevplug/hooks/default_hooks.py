@@ -38,11 +38,12 @@ def replace_hook(hook: Any) -> Any:
     """
     if isinstance(hook, dict):
         kind = class_of(HOOKS, hook.get('type'), hook.get('_scope_'))
-        ours = kind if kind is None else ours_for(kind)
-        return hook if ours is kind else dict(hook, type=ours)
+        replaced = kind if kind is None else ours_for(kind)
+        return hook if replaced is kind else dict(hook, type=replaced)
     found = replacement_of(type(hook))
     if found is not None and not isinstance(hook, found[1]):
-        name, ours = type(hook).__name__, found[1]
+        name = type(hook).__name__
+        ours: Any = found[1]
         log_warning(
             f'The hook {name} was built before it was registered, so {ours.__name__} does not '
             f'take its place: {ours.lost}. Register its config instead: dict(type={name!r}, ...).'

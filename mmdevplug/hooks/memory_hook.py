@@ -67,9 +67,9 @@ class MemoryHook(Hook):
         if self._done == SETTLED:
             self._settled = used
         elif self._settled is not None and used > self._settled + max(self._settled, LEAST_GROWTH):
-            of_workers = f' with its {workers} loader workers' if workers else ''
+            with_workers = f' with its {workers} loader workers' if workers else ''
             runner.logger.warning(
-                f'Host memory of rank {runner.rank}{of_workers} has doubled: '
+                f'Host memory of rank {runner.rank}{with_workers} has doubled: '
                 f'{self._settled // MB} MB in iteration {SETTLED} of this run, {used // MB} MB '
                 f'now. If it does not grow with num_workers=0 (and persistent_workers=False), the '
                 f'dataset or its transforms keep what they load. Otherwise memray or tracemalloc '
@@ -82,7 +82,7 @@ class MemoryHook(Hook):
         children = active_children()
         if not children:
             return 0, 0
-        running = {child.pid: psutil.Process(child.pid) for child in children}
+        running = {int(child.pid or 0): psutil.Process(child.pid) for child in children}
         self._inherited = {pid: kept for pid, kept in self._inherited.items() if pid in running}
         exact = [pid for pid in running if pid not in self._inherited]
         if self._inherited and self._spent <= TIME_FOR_READING * (perf_counter() - self._began):

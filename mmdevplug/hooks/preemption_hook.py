@@ -82,7 +82,7 @@ class PreemptionHook(Hook):
         time.sleep(HANDLED_SECONDS)
         # The handler may have begun before this thread did.
         if number in self._handlers and self._handled < arrived - HANDLED_SECONDS:
-            signal.pthread_kill(threading.main_thread().ident, number)
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def _on_signal(self, number: int, _: object) -> None:
         if os.getpid() != self._pid:
@@ -112,7 +112,7 @@ class PreemptionHook(Hook):
         """
         interval = accumulative_counts(runner.optim_wrapper)
         if self._agreement is not None and self._agreement.reached(runner.iter + 1, interval):
-            self._stop(runner, self._agreement.why)
+            self._stop(runner, str(self._agreement.why))
 
     def _stop(self, runner: AnyRunner, why: str) -> None:
         enter_phase(f'saving a checkpoint after {why}')

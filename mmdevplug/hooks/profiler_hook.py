@@ -1,7 +1,7 @@
 """Profile the device with PyTorch's profiler or the vendor's."""
 
 import os.path as osp
-from typing import Any, Optional
+from typing import Any, List, Optional
 
 import torch
 from mmengine.hooks import ProfilerHook
@@ -29,6 +29,7 @@ class DeviceProfilerHook(ProfilerHook):
     """
 
     lost = 'it profiles CUDA alone'
+    activities: List[Any]
 
     def __init__(self, *, activity_with_cuda: bool = False, **kwargs: object) -> None:
         accelerator, _ = rank_device()

@@ -50,6 +50,7 @@ class SafeCheckpointHook(CheckpointHook):
         ...     checkpoint=dict(type='SafeCheckpointHook', interval=1, async_save=True))
     """
 
+    rules: Any
     lost = 'a resumed run is not exact, and a signal saves no checkpoint'
     #: What is lost where a subclass has a method of its own that does not call ``super()``.
     promises = dict(

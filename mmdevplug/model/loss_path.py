@@ -1,6 +1,6 @@
 """Refuse a loss that trains nothing before ranks wait for each other's gradients."""
 
-from typing import Set
+from typing import Any, List, Set
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ def _reaches_parameter(loss: Tensor, module: nn.Module) -> bool:
     if loss.grad_fn is None:
         return id(loss) in parameters
     seen: Set[object] = set()
-    pending = [loss.grad_fn]
+    pending: List[Any] = [loss.grad_fn]
     while pending:
         node = pending.pop()
         if node is None or node in seen:

@@ -14,7 +14,8 @@ from mmdevplug.accelerators import Accelerator
 from mmdevplug.errors import ModelError, PlacementError
 from mmdevplug.utils.torch_compat import SWAPS_TENSORS
 
-Slot = Tuple[Dict[str, Optional[Tensor]], str]
+#: A table of a module, whose entries are there, and a name in it.
+Slot = Tuple[Dict[str, Any], str]
 #: Where a tensor keeps its hooks.
 _HOOKS = ('_backward_hooks', '_post_accumulate_grad_hooks')
 
@@ -110,7 +111,7 @@ def misplaced_by_plan(
     Without a plan, ``device`` is the planned device of all.
     """
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        planned = device if plan is None else plan.device_of(name)
+        planned: Any = device if plan is None else plan.device_of(name)
         if not same_device(tensor.device, planned):
             yield name, tensor, planned
 
@@ -167,7 +168,7 @@ def _take_over(old: Tensor, new: Tensor) -> bool:
     return SWAPS_TENSORS
 
 
-def _carry_over(old: Tensor, new: Tensor) -> None:
+def _carry_over(old: Any, new: Any) -> None:
     """Copy class, attributes, ``requires_grad`` and hooks of one tensor to another."""
     if type(new) is nn.Parameter and not is_lazy(old):
         new.__class__ = type(old)
@@ -221,10 +222,14 @@ def _slots(module: nn.Module) -> List[Slot]:
     return [
         (place, name)
         for part in module.modules()
-        for place in (part._parameters, part._buffers)
+        for place in _tables(part)
         for name, tensor in place.items()
         if tensor is not None
     ]
+
+
+def _tables(part: nn.Module) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    return part._parameters, part._buffers
 
 
 def _shared_slots(module: nn.Module) -> List[List[Slot]]:
@@ -247,7 +252,7 @@ def set_preprocessor_devices(module: nn.Module, device: torch.device) -> None:
     """Set the device to which the data preprocessors in a module move batches."""
     for part in module.modules():
         if _is_preprocessor(part):
-            part._device = device
+            vars(part)['_device'] = device
 
 
 def _is_preprocessor(part: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """Convert batch normalization layers: the values of ``sync_bn``."""
 
-from typing import Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 from mmengine.model import revert_sync_batchnorm
@@ -94,7 +94,7 @@ def _convert(
     prepare_statistics_group()
     for name, layer in layers.items():
         _change_class(layer, DeviceSyncBatchNorm)
-        layer.layer_name, layer.accelerator = name, accelerator
+        vars(layer).update(layer_name=name, accelerator=accelerator)
     if waits_for_backward(accelerator, backend_of()):
         log_warning(
             f'{len(layers)} synchronized batch normalization layer(s) add {2 * len(layers)} graph '
@@ -117,13 +117,13 @@ def torch_sync_bn_works(accelerator: Accelerator, device: torch.device) -> bool:
     return True
 
 
-def _layers(module: nn.Module, kinds: Tuple[type, ...]) -> Dict[str, nn.Module]:
+def _layers(module: nn.Module, kinds: Tuple[Any, ...]) -> Dict[str, nn.Module]:
     """The batch normalizations of some kinds, less those that do more than normalize."""
     from .frozen_bn import FrozenGradient
     from .sync_bn import DeviceSyncBatchNorm
 
     found = {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
-    plain = (_BatchNorm, nn.SyncBatchNorm, DeviceSyncBatchNorm, FrozenGradient)
+    plain: Tuple[Any, ...] = (_BatchNorm, nn.SyncBatchNorm, DeviceSyncBatchNorm, FrozenGradient)
     known = [kind.forward for kind in plain]
     others = [name for name, part in found.items() if type(part).forward not in known]
     if others:

@@ -5,7 +5,6 @@ from typing import Any, Optional, Tuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .statistics_exchange import (
     CombinedStatistics,
@@ -15,7 +14,7 @@ from .statistics_exchange import (
 )
 
 
-def normalize_frozen(layer: _BatchNorm, inputs: Tensor) -> Tensor:
+def normalize_frozen(layer: Any, inputs: Tensor) -> Tensor:
     """Normalize with the running statistics of a layer."""
     invstd = (layer.running_var + layer.eps).rsqrt()
     return _normalize(inputs, layer.weight, layer.bias, layer.running_mean, invstd)

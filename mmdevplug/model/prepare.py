@@ -141,7 +141,7 @@ def wrapper_config(
     return cfg if kind is None else dict(cfg, type=ours_for(kind))
 
 
-def initialize_weights(model: nn.Module, context: DeviceContext, place: str = 'auto') -> None:
+def initialize_weights(model: Any, context: DeviceContext, place: str = 'auto') -> None:
     """Initialize the weights of a bare model, and broadcast them to all ranks.
 
     ``place`` is the option ``accelerator.initial_weights``.

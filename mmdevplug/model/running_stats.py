@@ -51,7 +51,7 @@ def _updates(device: torch.device) -> bool:
 
 
 @torch.no_grad()
-def _update(layer: nn.Module, inputs: Tuple[Any, ...]) -> None:
+def _update(layer: Any, inputs: Tuple[Any, ...]) -> None:
     if not layer.training:
         return
     batch = inputs[0].detach().to(layer.running_mean.dtype)

@@ -1,5 +1,7 @@
 """Check embeddings with sparse gradients, which few devices have kernels for."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -45,7 +47,8 @@ def _has_kernels(device: torch.device) -> bool:
     place = torch.zeros(1, dtype=torch.long, device=device)
     try:
         nn.functional.embedding(place, weight, sparse=True).sum().backward()
-        weight.detach().add_(weight.grad, alpha=-0.1)
+        gradient: Any = weight.grad
+        weight.detach().add_(gradient, alpha=-0.1)
     except RuntimeError:  # NotImplementedError is one
         return False
     return True

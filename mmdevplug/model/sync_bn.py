@@ -4,7 +4,7 @@ PyTorch's own works on a few types of devices. This one computes with ordinary o
 statistics travel through the host where the backend does not take the device's tensors.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -53,7 +53,12 @@ class DeviceSyncBatchNorm(_BatchNorm):
     #: The name in the model, for messages.
     layer_name: str = ''
 
-    def __init__(self, *args: object, process_group: AnyGroup = None, **kwargs: object) -> None:
+    #: Set by PyTorch, for a layer that normalizes by statistics of its own.
+    running_mean: Any
+    running_var: Any
+    num_batches_tracked: Any
+
+    def __init__(self, *args: Any, process_group: AnyGroup = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.process_group = process_group
 

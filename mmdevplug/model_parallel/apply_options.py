@@ -53,7 +53,7 @@ class Parallelism(Placement):
         scope: str = 'mmengine',
     ) -> None:
         self.options = options
-        self.strategy: Optional[TrainingStrategy] = None
+        self.strategy: Any = None
         self.plan: Optional[DevicePlan] = None
         self._model, self._scope = model, scope
         factor = state_factor(optimizer)[0]

@@ -3,7 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
-from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from torch import nn
 
@@ -109,7 +109,7 @@ def _join_shared(raw: List[List[Unit]], shared: Iterable[List[str]]) -> List[Lis
         return index
 
     for names in shared:
-        places = sorted({root(index_of[nearest(name, index_of)]) for name in names})
+        places = sorted({root(index_of[str(nearest(name, index_of))]) for name in names})
         for place in places[1:]:
             parent[place] = places[0]
     joined: Dict[int, List[Unit]] = {}
@@ -145,6 +145,7 @@ def _ties(module: nn.Module) -> List[Tuple[str, ...]]:
     if isinstance(keys, Mapping):
         return list(keys.items())
     # Before transformers 5: a list of names that are tied to the input embeddings.
-    embeddings = module.get_input_embeddings()
+    model: Any = module
+    embeddings = model.get_input_embeddings()
     names = [n for n, m in module.named_modules() if m is embeddings]
     return [(*keys, *(f'{name}.weight' for name in names))]

@@ -179,7 +179,8 @@ class DevicePlan:
                     f'something has moved it since dispatch(). Remove the call of to(), cpu() or '
                     f'cuda(), and dispatch a new model.'
                 )
-        for names in model.device_ties:
+        ties: Any = model.device_ties
+        for names in ties:
             if len({id(tensors[name]) for name in names if name in tensors}) > 1:
                 raise PlacementError(
                     f'{" and ".join(names)} of {type(model).__name__} were one tensor at '

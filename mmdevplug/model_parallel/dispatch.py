@@ -88,11 +88,11 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
     for name in ('to', 'cuda', 'npu', 'mlu', 'musa', 'sdaa', 'neuron', 'xpu'):
         # accelerate's warn of a move, and a copy of the model would move the original.
         vars(model).pop(name, None)
-    model._apply = functools.partial(_apply_in_place, model)
+    vars(model)['_apply'] = functools.partial(_apply_in_place, model)
     align_methods(model, plan)
     for part in model.modules():
-        part._dispatched = True
-    model.device_plan, model.device_ties = plan, tied_names(named_tensors(model))
+        vars(part)['_dispatched'] = True
+    vars(model).update(device_plan=plan, device_ties=tied_names(named_tensors(model)))
     return model
 
 
@@ -136,7 +136,7 @@ def _check_ranks() -> None:
 
 
 def _apply_in_place(
-    model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **options: Any
+    model: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **options: Any
 ) -> nn.Module:
     """Do what ``nn.Module._apply`` does, which every ``to`` calls, and refuse a move."""
     for name in model.device_plan.devices:
@@ -154,7 +154,7 @@ def _apply_in_place(
     return type(model)._apply(model, fn, *args, **options)
 
 
-def _align_forward(module: nn.Module) -> None:
+def _align_forward(module: Any) -> None:
     """Have the caller's arguments get what accelerate's hook lets a module write into copies."""
     hook = module._hf_hook
     move = functools.partial(type(hook).pre_forward, hook)

@@ -1,6 +1,6 @@
 """Fit blocks onto devices: the best split, or the figures of why there is none."""
 
-from typing import List, Mapping, NoReturn, Optional, Sequence, Tuple
+from typing import Any, List, Mapping, NoReturn, Optional, Sequence, Tuple
 
 from mmdevplug.errors import PlacementError
 from mmdevplug.utils.byte_sizes import format_bytes
@@ -108,7 +108,8 @@ def _refuse(
             f'device may hold {format_bytes(most)} ({limited}). Raise max_memory by '
             f'{format_bytes(largest.bytes - most)}, or take a smaller dtype.'
         )
-    search = Partition([group.bytes for group in groups], [1.0] * len(devices), allow_empty=True)
+    sizes = [group.bytes for group in groups]
+    search: Any = Partition(sizes, [1.0] * len(devices), allow_empty=True)
     free = max(search.loads(search.best()))
     total = sum(allowed.values())
     if not unlimited and needed > total:

@@ -87,7 +87,7 @@ def make_plan(
 
 
 @wraps(make_plan)
-def plan(*args: object, **kwargs: object) -> DevicePlan:
+def plan(*args: Any, **kwargs: Any) -> DevicePlan:
     made = make_plan(*args, **kwargs)
     if made.warning:
         log_warning(made.warning)
@@ -147,7 +147,7 @@ class _Job:
                 f'HF accelerate splits {split}, which must stay whole: it knows only classes, '
                 f'here {", ".join(self.whole.classes) or "none"}. Use strategy "balanced".'
             )
-        device_of = {name: found[covered_by] for name, covered_by in known.items()}
+        device_of = {name: found[str(covered_by)] for name, covered_by in known.items()}
         made = self._finish(device_of, [], found)
         over = [
             f'{name} would hold {made.loads[name]:,} bytes of {limit:,}'

@@ -1,7 +1,7 @@
 """Read the devices of a plan and what each may hold, as a user writes them."""
 
 import re
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -117,7 +117,7 @@ def parse_max_memory(
         PlacementError: If a device is unknown or named twice, or a figure cannot be read.
     """
     if isinstance(max_memory, str):
-        pairs = []
+        pairs: List[Tuple[Any, Any]] = []
         for part in filter(None, max_memory.replace(' ', '').split(',')):
             name, equals, size = part.partition('=')
             if not equals:

@@ -8,7 +8,7 @@ marks all places at which a part can end: filling device after device would miss
 device is empty.
 """
 
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class Partition:
             reached = within | reached if self.allow_empty else within
         return bool(reached[-1])
 
-    def _cheapest(self, least: float, most: float, costs: Sequence[float]) -> List[int]:
+    def _cheapest(self, least: float, most: float, costs: Any) -> List[int]:
         """The split within bounds whose cuts cost least; an empty part costs 1."""
         cheapest = np.full(len(self.ends), np.inf)
         cheapest[0] = 0.0

@@ -1,12 +1,12 @@
 """Replace MMEngine's optimizer wrappers in a config by those that the device needs."""
 
 import copy
+from contextlib import suppress
 from typing import Any, Dict, Iterator, Optional, Tuple
 
 from mmengine.config import Config
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
-from torch.optim import Optimizer
 
 from mmdevplug.accelerators import Accelerator, DeviceContext
 from mmdevplug.accelerators.backend import waits_for_backward
@@ -17,10 +17,9 @@ from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
 
-try:
+ZeroRedundancyOptimizer: Any = None
+with suppress(ImportError):  # as MMEngine does, for builds of PyTorch without it
     from torch.distributed.optim import ZeroRedundancyOptimizer
-except ImportError:  # as MMEngine does, for builds of PyTorch without it
-    ZeroRedundancyOptimizer = None
 
 
 def adapt_optim_wrapper_cfg(cfg: object, accelerator: Accelerator) -> Any:
@@ -120,7 +119,7 @@ def join_consolidation(optim_wrapper: OptimWrapper) -> None:
         optimizer.consolidate_state_dict()
 
 
-def _sharded_optimizers(optim_wrapper: AnyOptimWrapper) -> Iterator[Optimizer]:
+def _sharded_optimizers(optim_wrapper: AnyOptimWrapper) -> Iterator[Any]:
     for wrapper in list_optim_wrappers(optim_wrapper):
         optimizer = getattr(wrapper, 'optimizer', None)
         if ZeroRedundancyOptimizer is not None and isinstance(optimizer, ZeroRedundancyOptimizer):

@@ -110,7 +110,7 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> Fit:
     ):
         model = getattr(model, 'module', model)  # a wrapper that is no wrapper to MMEngine
 
-    def load(module: nn.Module, local: Mapping[str, Any], prefix: str = '') -> None:
+    def load(module: Any, local: Mapping[str, Any], prefix: str = '') -> None:
         if is_model_wrapper(module) or isinstance(module, BaseTTAModel):
             module, start = module.module, f'{prefix}module.'
             if 'module' not in module._modules:  # MMEngine saves the names of wrappers inside

@@ -82,7 +82,8 @@ def _find_npu() -> None:
     patch_symbol(device_utils, 'IS_NPU_AVAILABLE', True)
     jit_compile = getattr(device_utils, 'npu_jit_compile', False)
     try:
-        torch.npu.set_compile_mode(jit_compile=jit_compile)
+        vendor: Any = torch
+        vendor.npu.set_compile_mode(jit_compile=jit_compile)
     except (AttributeError, RuntimeError, TypeError) as error:
         log_warning(
             f'torch.npu.set_compile_mode(jit_compile={jit_compile}) fails with '
@@ -156,7 +157,7 @@ def _in_own_memory(update: Callable) -> Callable:
     The first update copies the weights. On torch_xla 2.9 a copy shares the buffer, and the next
     update would give the buffer away, with the weights that are frozen or still accumulate.
     """
-    owners = WeakSet()
+    owners: Any = WeakSet()
 
     @wraps(update)
     def update_parameters(average: Any, model: nn.Module) -> None:

@@ -57,7 +57,7 @@ def patch_cuda_calls(device: torch.device) -> None:
             log_warning(f'{place[0]}:{place[1]} asks for CUDA, and gets {device}.')
         return tensor.to(device)
 
-    def cast(tensor: Tensor, dtype: Any = None, *args: object, **kwargs: object) -> Any:
+    def cast(tensor: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if getattr(dtype, '__module__', None) == 'torch.cuda':
             return cuda(tensor).to(dtype.dtype)
         return of_type(tensor, dtype, *args, **kwargs)

@@ -29,8 +29,9 @@ from mmdevplug.utils.patching import OWN, patch_symbol
 from mmdevplug.utils.torch_compat import ALLOWS_RENAMED_CLASSES, TAKES_WEIGHTS_ONLY
 
 # NumPy 2 moved it; 1.26 has an empty package in the new place.
-_core = getattr(np, '_core', None)
-_multiarray: Any = _core.multiarray if hasattr(_core, 'multiarray') else np.core.multiarray
+_numpy: Any = np
+_core: Any = getattr(np, '_core', None)
+_multiarray: Any = _core.multiarray if hasattr(_core, 'multiarray') else _numpy.core.multiarray
 
 #: Containers and types of Python, whose creation runs no code.
 _BUILTINS = (

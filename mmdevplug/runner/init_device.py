@@ -16,7 +16,7 @@ from mmdevplug.utils.torch_compat import import_version_module
 
 
 def init_device(
-    launcher: str = 'none', accelerator: AcceleratorConfig = None, **options: object
+    launcher: str = 'none', accelerator: AcceleratorConfig = None, **options: Any
 ) -> DeviceContext:
     """Choose the accelerator, start the process group, patch functions that refuse the device.
 

@@ -234,7 +234,9 @@ class Rounds:
             ended=drawn.ended,
             error=error,
         )
-        everyone = self._gather(mine, name) if self.world_size > 1 else [mine]
+        everyone: List[Dict[str, Any]] = [mine]
+        if self.world_size > 1:
+            everyone = self._gather(mine, name)
         if drawn.error is not None:
             raise drawn.error
         failed = [

@@ -121,7 +121,7 @@ class DynamicSampler:
                 f'function.'
             )
         stack = functools.partial(stack_samples, device='cpu', ragged=collate is None)
-        self._collate = {None: stack, 'stack': stack, 'list': list}.get(collate, collate)
+        self._collate: Any = {None: stack, 'stack': stack, 'list': list}.get(collate, collate)
         self._generate, self._is_valid = generate, is_valid
         self._exchange: Dict[str, Any] = dict(group=group, device='cpu')
         self._accelerator, self._device = rank_device()
@@ -225,10 +225,12 @@ class DynamicSampler:
         found, on_short, over = tally.valid, self._pool.on_short, all(tally.ended)
         per_rank = found // self._world_size
         if over and self._pools and (found == 0 or on_short == 'error'):
-            return self._give_up(found, 'the data of all ranks have ended')
+            self._give_up(found, 'the data of all ranks have ended')
+            return None
         if on_short == 'fewer':
             if per_rank == 0:
-                return self._give_up(found, 'too few for all ranks to get one group each')
+                self._give_up(found, 'too few for all ranks to get one group each')
+                return None
             return self._share(tally, per_rank * self._world_size, on_short)
         raise too_few(tally, self._pool)
 

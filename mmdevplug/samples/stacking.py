@@ -47,7 +47,7 @@ def stack_samples(
         raise SampleError('stack_samples() got no samples; expected at least one.')
     if any(tensor.device.type != 'cpu' for tensor in tensors_in(samples)):
         samples = to_device(samples, device)
-    return to_device(_stack(samples, 'sample', ragged), device)
+    return to_device(_stack(list(samples), 'sample', ragged), device)
 
 
 def _stack(values: List[Any], path: str, ragged: bool) -> Any:
@@ -67,8 +67,9 @@ def _stack_alike(values: List[Any], path: str, ragged: bool) -> Any:
         return _stack_tensors(values, path)
     if isinstance(first, _NUMBERS):
         return _stack_numbers(values, path)
-    container = container_of(type(first))
-    if container is None or is_opaque(type(first)):
+    kind: Any = type(first)
+    container = container_of(kind)
+    if container is None or is_opaque(kind):
         return values
     names, rows = container.names(first), []
     for index, value in enumerate(values):

@@ -48,7 +48,7 @@ class _Description:
 
     def add(self, value: Any, place: str, path: str, level: int = 0) -> None:
         """Describe the value at a place; ``path`` also has the indices in lists, for errors."""
-        kind = type(value)
+        kind: Any = type(value)
         if kind in _PLAIN:
             category, text = _PLAIN[kind]
             self.found[place, category] = text
@@ -68,10 +68,12 @@ class _Description:
             self.found[place, 'number'] = f'a scalar {value.dtype.str}'
         elif kind is np.ndarray:
             self._add_array(value, place, path)
-        elif container_of(kind) is not None:
-            self._add_container(value, container_of(kind), place, path, level)
         else:
-            self._add_object(value, place, path)
+            container = container_of(kind)
+            if container is None:
+                self._add_object(value, place, path)
+            else:
+                self._add_container(value, container, place, path, level)
 
     def _add_array(self, value: np.ndarray, place: str, path: str) -> None:
         if value.dtype.kind not in ARRAY_KINDS:
@@ -98,7 +100,8 @@ class _Description:
         names = container.names(value)
         if container is DICT and set(map(type, names)) - {str}:
             _check_keys(names, path)
-        category, text, steps = _describe_parts(type(value), names)
+        kind: Any = type(value)
+        category, text, steps = _describe_parts(kind, names)
         self.found[place, category] = text
         for step, part in zip(steps, container.parts(value)):
             self.add(part, place + step, path + step, level + 1)
@@ -135,7 +138,8 @@ class _Description:
 @lru_cache(maxsize=1024)
 def _describe_parts(kind: type, names: Tuple[Any, ...]) -> Tuple[Any, str, List[str]]:
     """What has to agree in a container, the same in words, and the steps to its parts."""
-    container, text = container_of(kind), f'a {kind.__name__}'
+    text = f'a {kind.__name__}'
+    container: Any = container_of(kind)
     if container is TUPLE:
         text = f'a tuple of {len(names)}'
     elif container is DICT:

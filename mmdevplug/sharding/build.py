@@ -77,7 +77,8 @@ def place(module: nn.Module, context: DeviceContext) -> None:
     """Put what is not sharded yet on the device of this rank, with the values of rank 0."""
     made: Dict[int, Tensor] = {}
     for part in module.modules():
-        for slots in (part._parameters, part._buffers):
+        tables: List[Any] = [part._parameters, part._buffers]
+        for slots in tables:
             for name, tensor in slots.items():
                 if tensor is not None and not is_sharded(tensor):
                     slots[name] = made.setdefault(id(tensor), _on_device(tensor, context.device))
@@ -161,21 +162,21 @@ def share_plain_tensors(model: nn.Module, whole: nn.Module, context: DeviceConte
     if torch_dist.get_rank() == 0:
         values = [each.to(context.device) for each in made.values()]
     else:
-        of = dict(device=context.device)
+        of: Any = dict(device=context.device)
         values = [torch.empty(shape, dtype=getattr(torch, kind), **of) for shape, kind in sizes]
     broadcast_tensors(values, context.accelerator)
     values = [each.cpu() for each in values]
     for name, attribute, numbers in places:
         attributes, given = vars(model.get_submodule(name)), [values[number] for number in numbers]
-        here = attributes.get(attribute)
-        if len([*filter(_is_plain, tensors_in(here))]) != len(given):
+        there: Any = attributes.get(attribute)
+        if len([*filter(_is_plain, tensors_in(there))]) != len(given):
             if len(given) > 1:
                 raise ModelError(
                     f'sharding: {name}.{attribute} has {len(given)} tensors on rank 0 and others '
                     f'elsewhere, where it was made without values. Make them buffers.'
                 )
-            here = given[0]  # on rank 0 alone, made by init_weights
-        attributes[attribute] = replace_parts(here, functools.partial(_take_next, given))
+            there = given[0]  # on rank 0 alone, made by init_weights
+        attributes[attribute] = replace_parts(there, functools.partial(_take_next, given))
 
 
 def _take_next(given: List[Tensor], here: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import functools
 from dataclasses import replace
 from types import MethodType
-from typing import Any, Callable, List, Mapping, Optional, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Union
 
 import torch
 from mmengine.hooks import EMAHook
@@ -102,7 +102,8 @@ class Sharding(Placement):
         check_sync_bn(sync_bn)
         _check_parameters(model)
         options, device, world_size = self.options, context.device, torch_dist.get_world_size()
-        offload, more = options.offload and device.type != 'cpu', {}
+        offload = options.offload and device.type != 'cpu'
+        more: Dict[str, Any] = {}
         model = convert_norm_layers(model, context.accelerator, device, sync_bn)
         self._whole = keep_whole(model) if runner._train_loop is not None else None
         keep_running_statistics(model, context.accelerator, device)

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from contextlib import suppress
 from typing import Any, Dict, Optional
 
 import torch
@@ -11,11 +12,11 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.pytree import replace_parts
 from mmdevplug.utils.shard_index import reader_of_shards
 
-try:
+DTensor: Any = None
+Mode: Any = object
+with suppress(ImportError):  # before PyTorch 2.5
     from torch.distributed.tensor import DTensor, distribute_tensor
     from torch.overrides import TorchFunctionMode as Mode
-except ImportError:  # before PyTorch 2.5
-    DTensor, Mode = None, object
 
 #: In place of a tensor that is in a folder: its name there.
 SHARD = 'shard'
@@ -26,7 +27,7 @@ def is_sharded(tensor: object) -> bool:
     return DTensor is not None and isinstance(tensor, DTensor)
 
 
-def shard_alike(value: Tensor, like: Tensor) -> Tensor:
+def shard_alike(value: Tensor, like: Any) -> Any:
     """Shard a tensor that this rank has as another is, without messages."""
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 

@@ -15,7 +15,7 @@ from mmdevplug.utils.pytree import tensors_in
 from .states import CopyingWhole, shard_alike
 
 
-def groups_of(module: nn.Module) -> List[Any]:
+def groups_of(module: Any) -> List[Any]:
     """The groups of parameters that FSDP2 gathers when this module is called."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, '_fsdp_param_groups', [state._fsdp_param_group])  # since PyTorch 2.12
@@ -95,7 +95,7 @@ class WrittenWeights:
                 weight.data = held  # into which it is gathered
 
 
-def gather_for_backward(block: nn.Module) -> None:
+def gather_for_backward(block: Any) -> None:
     """Gather the weights of a block for backward where FSDP2 does not see its outputs.
 
     These are tensors inside of objects, and views: a hook of a view is lost when it is written to.

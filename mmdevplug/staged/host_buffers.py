@@ -129,7 +129,7 @@ class HostBuffers:
     @staticmethod
     def _room(tensor: Tensor) -> Tensor:
         pinned = pins_memory(tensor.device.type)
-        place = dict(dtype=tensor.dtype, device='cpu')
+        place: Any = dict(dtype=tensor.dtype, device='cpu')
         return torch.empty(tensor.numel(), pin_memory=pinned, **place)
 
     def change(self, tensor: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def scale(flat: Tensor, factor: float) -> bool:
         flat.copy_(exact)
         return finite and is_finite(flat.to(torch.float32))
     if is_at_least('2.4') and flat.dtype != torch.float64:  # the gradient scaler's, on the CPU
-        place = dict(dtype=torch.float32, device=flat.device)
+        place: Any = dict(dtype=torch.float32, device=flat.device)
         found, factor_there = torch.zeros(1, **place), torch.tensor([factor], **place)
         torch._amp_foreach_non_finite_check_and_unscale_([flat], found, factor_there)
         return not found.item()

@@ -51,10 +51,11 @@ def share_sums(group: Any, device_type: str) -> Optional[SharedSums]:
     return SharedSums(parts, place, between, group.size(), group.limit, group.start_thread)
 
 
-def _gather_json(value: object, gloo: 'torch_dist.ProcessGroupGloo', size: int) -> List[Any]:
+def _gather_json(value: object, gloo: Any, size: int) -> List[Any]:
     """Give every rank the values of all ranks, of what JSON can write, in the order of ranks."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    whole, byte = (dict(dtype=each, device='cpu') for each in (torch.int64, torch.uint8))
+    places: Any = [dict(dtype=each, device='cpu') for each in (torch.int64, torch.uint8)]
+    whole, byte = places
     lengths = [torch.zeros(1, **whole) for _ in range(size)]
     gloo.allgather([lengths], [torch.tensor([text.numel()], **whole)]).wait()
     longest = max(int(length) for length in lengths)

@@ -43,7 +43,7 @@ class Reductions(GroupBase):
         name: str = 'all_reduce',
     ) -> StagedWork:
         """See :func:`torch.distributed.all_reduce`."""
-        op = ReduceOp.SUM if opts is None else opts.reduceOp
+        op: Any = ReduceOp.SUM if opts is None else opts.reduceOp
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors  # as C++ takes it, too
 
         def start(buffers: HostBuffers) -> List[Any]:
@@ -101,6 +101,7 @@ class Reductions(GroupBase):
             if sums is not None:
                 return self._start_shared(buffers, sums, tensor, average)
         flat = buffers.change(tensor)
+        options: Any
         if root is None:
             call, options = self.gloo.allreduce, torch_dist.AllreduceOptions()
         else:
@@ -126,7 +127,8 @@ class Reductions(GroupBase):
 
     def _reduce_sparse(self, buffers: HostBuffers, tensor: Tensor, op: ReduceOp) -> Any:
         """Begin to add up a sparse tensor, of which each rank stores other elements."""
-        average, options = is_average(op), torch_dist.AllreduceOptions()
+        average = is_average(op)
+        options: Any = torch_dist.AllreduceOptions()
         options.reduceOp = ReduceOp.SUM if average else op
         with torch.no_grad():
             # Not detached: gloo and PyTorch 1.10 replace indices and values of these objects.
@@ -215,7 +217,7 @@ class Reductions(GroupBase):
     ) -> StagedWork:
         # Gloo has no such collective in most releases. Each rank sends the others their parts and
         # adds up its own in the order of the ranks: a share of the bytes of all_reduce().
-        op = ReduceOp.SUM if opts is None else opts.reduceOp
+        op: Any = ReduceOp.SUM if opts is None else opts.reduceOp
 
         def start(buffers: HostBuffers) -> List[Any]:
             return [self._scatter_sum(buffers, *pair, op) for pair in zip(outputs, inputs)]

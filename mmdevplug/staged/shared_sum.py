@@ -208,7 +208,7 @@ class SharedSums:
         elements = self._slot_bytes // its.flat.element_size()
         stop = min(its.begun + elements, its.flat.numel())
         start = _HEAD + (number % SLOTS) * self._slot_bytes
-        place = dict(dtype=its.flat.dtype, count=stop - its.begun, offset=start)
+        place: Any = dict(dtype=its.flat.dtype, count=stop - its.begun, offset=start)
         with torch.inference_mode(False):
             slots = [torch.frombuffer(part.memory, **place) for part in self.parts]
         piece = _Piece(its, its.begun, stop, slots)

@@ -220,10 +220,10 @@ def _memory(tensor: Tensor) -> Tuple[int, int, int]:
     try:
         has_untyped = hasattr(tensor, 'untyped_storage')  # since PyTorch 2.0
         storage = (tensor.untyped_storage() if has_untyped else tensor.storage())._cdata
-        extent = 1
+        extent: Any = 1
         for n, step in zip(tensor.shape, tensor.stride()):
             extent += (n - 1) * step
-        first = tensor.storage_offset() * tensor.element_size()
+        first: Any = tensor.storage_offset() * tensor.element_size()
     except (RuntimeError, NotImplementedError, AttributeError):  # of a sparse or lazy tensor
         return id(tensor), 0, 1
     return storage, first, first + (extent * tensor.element_size() if tensor.numel() else 0)

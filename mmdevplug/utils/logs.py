@@ -18,8 +18,9 @@ def log(text: str, level: int = logging.INFO) -> None:
 def current_logger() -> Optional[logging.Logger]:
     """The current logger of MMEngine, None where there is none yet."""
     module = sys.modules.get('mmengine.logging')
-    found = module is not None and module.MMLogger._instance_dict
-    return module.MMLogger.get_current_instance() if found else None
+    if module is None or not module.MMLogger._instance_dict:
+        return None
+    return module.MMLogger.get_current_instance()
 
 
 def log_warning(text: str) -> None:

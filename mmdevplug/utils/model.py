@@ -1,6 +1,6 @@
 """Look inside model wrappers and dicts of optimizer wrappers."""
 
-from typing import List
+from typing import Any, List
 
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
@@ -11,7 +11,8 @@ from mmdevplug.utils.annotations import AnyOptimWrapper
 
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model inside a wrapper, or the model itself if it is not wrapped."""
-    return model.module if is_model_wrapper(model) else model
+    inner: Any = model.module if is_model_wrapper(model) else model
+    return inner
 
 
 def list_optim_wrappers(optim_wrapper: AnyOptimWrapper) -> List[OptimWrapper]:

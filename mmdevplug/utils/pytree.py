@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from collections import OrderedDict
 from functools import lru_cache
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Container(NamedTuple):
 
 
 def _build_dataclass(kind: type, names: Names, parts: Sequence[Any]) -> Any:
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     for name, part in zip(names, parts):
         object.__setattr__(made, name, part)  # the class may be frozen
     return made
@@ -41,7 +41,7 @@ def _is_property(value: object, name: str) -> bool:
 
 
 def _build_element(kind: type, names: Names, parts: Sequence[Any]) -> Any:
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     element_type().__init__(made)
     for (place, name), part in zip(names, parts):
         # Lengths were checked on the sender.
@@ -88,7 +88,7 @@ _BUILT_IN = {dict: DICT, OrderedDict: DICT, list: LIST, tuple: TUPLE}
 #: Classes of users, each as a container with a single part.
 _registered: Dict[type, Container] = {}
 #: Types of values without parts.
-LEAVES = frozenset({str, bytes, bool, int, float, complex, type(None)})
+LEAVES: FrozenSet[type] = frozenset({str, bytes, bool, int, float, complex, type(None)})
 
 
 def element_type() -> Any:
@@ -99,7 +99,7 @@ def element_type() -> Any:
 
 
 @lru_cache(maxsize=512)
-def container_of(kind: type) -> Optional[Container]:
+def container_of(kind: Any) -> Optional[Container]:
     """The container of a type; None for a leaf."""
     if kind in _BUILT_IN or kind in _registered:
         return _BUILT_IN.get(kind) or _registered[kind]
@@ -133,7 +133,7 @@ def register_sample_type(
     """
 
     def from_attributes(attributes: Any) -> Any:
-        made = object.__new__(kind)
+        made: Any = object.__new__(kind)
         for name, value in attributes.items():
             object.__setattr__(made, name, value)
         return made
@@ -171,7 +171,8 @@ def replace_parts(
         return function(nested)
     if type(nested) in LEAVES:
         return nested if other is None else other(nested)
-    container = container_of(type(nested))
+    kind: Any = type(nested)
+    container = container_of(kind)
     if container is None:
         return _replace_in_object(nested, function, other)
     parts = container.parts(nested)
@@ -194,7 +195,7 @@ def _replace_in_object(
         new = {key: replace_parts(part, function, other) for key, part in value.items()}
         if all(part is new[key] for key, part in value.items()):
             return value
-        made = copy.copy(value)  # a state_dict with its metadata, a ConfigDict
+        made: Any = copy.copy(value)  # a state_dict with its metadata, a ConfigDict
         for key, part in new.items():
             made[key] = part  # outputs of transformers' models have no update()
         return made
@@ -228,7 +229,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def _collect(nested: Any, found: List[Tensor]) -> None:
-    kind = type(nested)
+    kind: Any = type(nested)
     if kind is Tensor or isinstance(nested, Tensor):
         found.append(nested)
     elif kind in LEAVES:

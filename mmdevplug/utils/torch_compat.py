@@ -7,7 +7,7 @@ import zlib
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from importlib import import_module
-from typing import Callable, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -176,7 +176,8 @@ def keep_from_tracing(*modules: str) -> None:
         return  # MMEngine's own error says what is needed
     from torch import _dynamo
 
-    rules = getattr(_dynamo, 'trace_rules', None) or _dynamo.skipfiles
+    dynamo: Any = _dynamo
+    rules = getattr(dynamo, 'trace_rules', None) or dynamo.skipfiles
     for module in modules:
         rules.add(module)
 

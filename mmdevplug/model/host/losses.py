@@ -46,7 +46,9 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
     Returns:
         List[nn.Module]: The heads.
     """
-    heads = [part for part in model.modules() if callable(getattr(part, 'loss_by_feat', None))]
+    heads: List[Any] = [
+        part for part in model.modules() if callable(getattr(part, 'loss_by_feat', None))
+    ]
     if not heads or wanted is False or (wanted == 'auto' and not _shapes_vary(model, heads)):
         return []
     truth = HostTruth(model, casts=point_encoders(model) is None)
@@ -56,15 +58,16 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
         if callable(getattr(head, 'loss', None)):
             head.loss = WithHostTruth(head, truth)
         for part in _further_losses(head):
-            part.loss = HostLosses(part, 'loss')
+            vars(part)['loss'] = HostLosses(part, 'loss')
     for teacher in _teachers(model):
-        teacher.get_label_assignment = HostLosses(teacher, 'get_label_assignment')
+        vars(teacher)['get_label_assignment'] = HostLosses(teacher, 'get_label_assignment')
     if hasattr(model, 'parse_losses'):
-        model.parse_losses = _on_one_device(model.parse_losses)
+        parse: Any = model.parse_losses
+        vars(model)['parse_losses'] = _on_one_device(parse)
     return heads
 
 
-def _teachers(model: nn.Module) -> List[nn.Module]:
+def _teachers(model: nn.Module) -> List[Any]:
     """Heads that assign boxes for another head, of models that are held, but no parts."""
     held = [value for part in model.modules() for value in vars(part).values()]
     teachers = [each for each in held if isinstance(each, nn.Module)]

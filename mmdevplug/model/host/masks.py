@@ -27,7 +27,8 @@ def combine_masks_on_host(model: nn.Module) -> None:
         model (nn.Module): A bare model for a lazy device, changed in place.
     """
     for part in model.modules():
-        boxes, masks = (getattr(part, f'{name}_head', None) for name in ('bbox', 'mask'))
+        heads: Any = [getattr(part, f'{name}_head', None) for name in ('bbox', 'mask')]
+        boxes, masks = heads
         if masks is not None and hasattr(boxes, 'get_positive_infos'):
             masks.forward = _Masks(masks, boxes)
 
@@ -39,7 +40,7 @@ class _Masks:
 
     def __init__(self, head: nn.Module, boxes: nn.Module) -> None:
         self.head, self._active = head, False
-        self.losses = vars(boxes).get('loss_by_feat') or HostLosses(boxes)
+        self.losses: Any = vars(boxes).get('loss_by_feat') or HostLosses(boxes)
         self.losses.anchors = []
         for network in head.children():
             network.register_forward_hook(self._fetch)

@@ -52,14 +52,14 @@ def materialize_predictions(
     called.register_forward_hook(materialize)
     if called is module:
         return
-    merge = module.merge_preds
+    merge: Any = module.merge_preds
 
     def merge_as_one(*args: object, **kwargs: object) -> Any:
         merged = merge(*args, **kwargs)
         materialize()
         return merged
 
-    module.merge_preds = merge_as_one
+    vars(module)['merge_preds'] = merge_as_one
 
 
 _in_training_step: ContextVar[bool] = ContextVar('in_training_step', default=False)

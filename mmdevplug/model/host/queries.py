@@ -22,7 +22,7 @@ def make_queries_on_host(model: nn.Module, truth: Any) -> None:
     """
     for part in model.modules():
         generator = getattr(part, 'dn_query_generator', None)
-        head = getattr(part, 'bbox_head', None)
+        head: Any = getattr(part, 'bbox_head', None)
         embedding = getattr(generator, 'label_embedding', None)
         if not isinstance(embedding, nn.Embedding) or not hasattr(head, 'split_outputs'):
             continue
@@ -59,7 +59,7 @@ def _padded_queries(generator: Any, kind: type, samples: Any) -> Tuple[Any, ...]
 class _WithoutPadding:
     """Replace ``split_outputs`` of a head: outputs of the padding are cut off."""
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, head: Any) -> None:
         self.head = head
 
     def __call__(self, scores: Tensor, boxes: Tensor, meta: Any) -> Any:

@@ -127,7 +127,8 @@ class Steps:
 
         Gradients of RoI features are fetched in one call for all networks.
         """
-        gate, sources = None, tensors
+        gate: Any = None
+        sources = tensors
         anchors, self._anchors = self._anchors, []
         learned = [tensor for tensor in tensors if tensor.requires_grad]
         # What was written in place has another `grad_fn`.
@@ -137,7 +138,8 @@ class Steps:
             anchors.append(gate.anchor)
             sources = [tensor.detach() for tensor in tensors]
             tensors = [self._extracted[id(t)][2] if t.requires_grad else t for t in tensors]
-        device = self.copies.device
+        copies: Any = self.copies
+        device = copies.device
         return list(ToDevice.apply(gate, tensors, rows, device, len(anchors), *anchors, *sources))
 
     def fetch_outputs(self, outputs: Any) -> HostCopies:
@@ -328,7 +330,7 @@ class _Network:
         if steps.copies is None:
             return forward(self.network, *args, **kwargs)
         given = tensors_in((args, kwargs))
-        known = {id(each): steps.copies.original(each) for each in given}
+        known: Dict[int, Any] = {id(each): steps.copies.original(each) for each in given}
         sent = [each for each in given if known[id(each)] is None]
         counts = {len(each) if each.dim() else -1 for each in sent}
         fill = len(counts) == 1 and self._fills()
@@ -367,6 +369,8 @@ class _Network:
 
 class _Losses(HostLosses):
     """Replace ``loss_and_target`` of a head: it reads parameters and buffers from the host."""
+
+    head: Any
 
     def __init__(self, steps: Steps, head: nn.Module) -> None:
         super().__init__(head, 'loss_and_target')

@@ -25,7 +25,7 @@ class HostTruth:
     """
 
     def __init__(self, model: nn.Module, casts: bool) -> None:
-        self._sent: Dict[int, Tuple[BaseDataElement, BaseDataElement, List[Tuple[int, int]]]] = {}
+        self._sent: Dict[int, Tuple[Any, Any, List[Tuple[int, int]]]] = {}
         #: Of the model, when the preprocessor is on the host.
         self._device: Optional[torch.device] = None
         preprocessor = getattr(model, 'data_preprocessor', None)
@@ -43,9 +43,10 @@ class HostTruth:
 
     def _send(self, preprocessor: BaseDataPreprocessor, _: Any, output: Any) -> Any:
         sent = to_device(output, self._device or preprocessor.device)
-        here, there = (
+        samples: List[Any] = [
             part.get('data_samples') if isinstance(part, dict) else None for part in (output, sent)
-        )
+        ]
+        here, there = samples
         if self._device is None and any(t.device.type != 'cpu' for t in tensors_in(here)):
             self._device = preprocessor.device
             preprocessor.to('cpu')
@@ -59,7 +60,7 @@ class HostTruth:
             return samples
         originals = []
         for sample in samples:
-            copy, original, versions = self._sent.get(id(sample), (None, None, None))
+            copy, original, versions = self._sent.get(id(sample), (None, None, []))
             if copy is not sample or versions != _versions(sample):
                 return to_device(samples, 'cpu')
             original.set_metainfo(sample.metainfo)
@@ -74,7 +75,7 @@ def _versions(sample: BaseDataElement) -> List[Tuple[int, int]]:
 class WithHostTruth:
     """Replace ``loss`` of a head: it gets the samples of the host."""
 
-    def __init__(self, head: nn.Module, truth: HostTruth) -> None:
+    def __init__(self, head: Any, truth: HostTruth) -> None:
         self.head, self.truth = head, truth
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,5 +85,5 @@ class WithHostTruth:
 
 
 def _are_samples(value: Any) -> bool:
-    elements = isinstance(value, (list, tuple)) and [isinstance(x, BaseDataElement) for x in value]
-    return bool(elements) and all(elements)
+    known = isinstance(value, (list, tuple)) and len(value) > 0
+    return known and all(isinstance(each, BaseDataElement) for each in value)
