@@ -31,9 +31,12 @@ MODULES = dict(
         DeviceHook='device_hook',
         DeviceIterTimerHook='iter_timer_hook',
         DeviceProfilerHook='profiler_hook',
+        LazyHook='lazy_hook',
         MemoryHook='memory_hook',
+        ModesHook='modes_hook',
         PhaseHook='phase_hook',
         PreemptionHook='preemption_hook',
+        ResultsHook='results_hook',
         SafeCheckpointHook='safe_checkpoint_hook',
     ),
     optim=dict(

@@ -70,7 +70,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         train_step='gradients are not averaged, and each rank trains a model of its own'
     )
     fulfilled_by = dict(train_step=('forward',))
-    #: Whether `train_step` has materialized the iteration; `DeviceHook` resets it.
+    #: Whether `train_step` has materialized the iteration; `LazyHook` resets it.
     step_materialized = False
     _loss_checked = False
 

@@ -15,9 +15,13 @@ def missing_hooks(
     options: AcceleratorOptions, context: DeviceContext, present: Sequence[Hook]
 ) -> List[Hook]:
     """Build the hooks that the options ask for and that are not present."""
+    lazy = context.accelerator.compilation.lazy
     asked = dict(
         DeviceHook=True,
-        CompilationHook=context.accelerator.compilation.lazy and options.compilations,
+        LazyHook=lazy,
+        ModesHook=True,
+        ResultsHook=context.device.type != 'cpu',
+        CompilationHook=lazy and options.compilations,
         MemoryHook=options.memory,
         PhaseHook=context.env.world_size > 1,
         PreemptionHook=options.preemption,

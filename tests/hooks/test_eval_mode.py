@@ -1,5 +1,7 @@
 """Training goes on in the modes from before a validation inside an epoch."""
 
+import inspect
+
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, RUNNERS
 
@@ -48,7 +50,8 @@ def test_training_goes_on_in_the_modes_before(tmp_path):
         assert all(each == [True, False, True] for each in modes)
     log = next(tmp_path.glob('*/*.log')).read_text()
     assert log.count('The model was in eval mode before iteration 4') == 1
-    assert log.count('Halfway has left it so') == 1
+    line = inspect.getsourcelines(Halfway.after_train_iter)[1] + 2
+    assert log.count(f'the validation at {__file__}:{line} has left it so') == 1
 
 
 def test_a_part_that_a_hook_leaves_in_eval_mode_is_named(tmp_path):

@@ -16,7 +16,7 @@ Pair = namedtuple('Pair', 'scores label')
 
 def fetch(accelerator_name):
     from mmdevplug import init_device
-    from mmdevplug.hooks.device_hook import DeviceHook
+    from mmdevplug.hooks.results_hook import ResultsHook
 
     install_card(accelerator_name)
     device = init_device('none', accelerator_name).accelerator.device(1)
@@ -24,7 +24,7 @@ def fetch(accelerator_name):
     old = [torch.zeros(1, device=device)]
     metric = SimpleNamespace(results=old)
     evaluator = SimpleNamespace(metrics=[metric, SimpleNamespace(results=None)])
-    runner, hook = SimpleNamespace(val_loop=SimpleNamespace(evaluator=evaluator)), DeviceHook()
+    runner, hook = SimpleNamespace(val_loop=SimpleNamespace(evaluator=evaluator)), ResultsHook()
     hook.before_val_iter(runner)
     boxes = InstanceData(boxes=torch.ones(2, 4, device=device), labels=torch.tensor([1, 2]))
     nested = defaultdict(list, boxes=boxes, pair=Pair(shared, 3), again=[shared, ('a', None)])
