@@ -156,6 +156,12 @@ class Environment(ABC):
             raise self._started_already()
         return Hosts(env.world_size, env.rank, None, env.master_addr, env.master_port)
 
+    def refuse_to_run_alone(self) -> None:
+        """Refuse a process without a launcher if the variables say that it is one of several."""
+
+    def refuse_to_stay_alone(self, starts: bool) -> None:
+        """Refuse a process if its job holds more; ``starts``: it starts others on its host."""
+
     def refuse_several_starters(self) -> None:
         """Refuse each of several processes of this host to start the host's processes."""
         if (self.local_world_size() or 1) > 1:

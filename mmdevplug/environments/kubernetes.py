@@ -4,9 +4,8 @@ Kubeflow's PyTorchJob and TrainJob, Volcano, Alibaba's PAI-DLC and Baidu's AIHC 
 ``WORLD_SIZE`` for each pod, or torchrun's options as ``PET_*``, or both.
 """
 
-import os
 import re
-from typing import Dict, Mapping, Optional
+from typing import Dict, Mapping, Optional, Tuple, Union
 
 from mmdevplug.config.launch_options import COUNTED
 from mmdevplug.errors import LaunchError
@@ -92,50 +91,85 @@ class Kubernetes(Environment):
             return Hosts()
         if all(name.startswith('VC_') for name in found):
             raise self._refuse('RANK', "this pod's, which Volcano's plugin `pytorch` sets")
-
-        def text(name: str) -> str:
-            return found.get(name, '').strip()
-
-        # Kubeflow counts processes in WORLD_SIZE, others pods.
-        words = text('PET_NNODES') or text('WORLD_SIZE')
-        if not any(name in found for name in ('RANK', 'PET_NODE_RANK', 'PET_MASTER_ADDR')):
-            words = words or '1'
-        match = re.fullmatch('([0-9]{1,9})(?::([0-9]{1,9}))?', words)
-        least, most = (int(one or 0) for one in match.groups()) if match else (0, 0)
-        if least < 1 or 0 < most < least:
-            name = (
-                'PET_NNODES' if text('PET_NNODES') or 'WORLD_SIZE' not in found else 'WORLD_SIZE'
-            )
-            raise self._refuse(name, 'the number of pods, such as 2, or as PET_NNODES 1:3')
-        nproc = text('PET_NPROC_PER_NODE') or None
-        if nproc is not None and nproc not in COUNTED and self.number('PET_NPROC_PER_NODE') < 1:
-            raise self._refuse('PET_NPROC_PER_NODE', '1 or more, or auto')
-        job = Hosts(least, 0, nproc if nproc is None or nproc in COUNTED else int(nproc))
+        words, least, most = self._count(found)
+        job = Hosts(least, 0, self._processes(found))
         job = job._replace(max_restarts=self.number('PET_MAX_RESTARTS', default=None))
-        port = 'PET_MASTER_PORT' if text('PET_MASTER_PORT') else 'MASTER_PORT'
-        given = [text(name) for name in ('PET_MASTER_ADDR', 'MASTER_ADDR') if text(name)]
-        # Some operators call the first pod localhost in one of the two.
-        address = ([one for one in given if not is_loopback(one)] or given or [''])[0]
-        number = text(port)
         if most > least:
-            address, _, number = text('PET_RDZV_ENDPOINT').rpartition(':')
-            port = 'PET_RDZV_ENDPOINT'
-            if not address or text('PET_RDZV_BACKEND') not in ('c10d', ''):
-                raise self._refuse('PET_RDZV_BACKEND', 'c10d, with PET_RDZV_ENDPOINT=HOST:PORT')
+            address, number = self._rendezvous(found)
             job = job._replace(nnodes=words, node_rank=None)
+            port = 'PET_RDZV_ENDPOINT'
         else:
-            indices = {text(name) for name in ('PET_NODE_RANK', 'RANK') if name in found}
-            index = indices.pop() if len(indices) == 1 else '' if indices or least > 1 else '0'
-            if re.fullmatch('[0-9]{1,9}', index) is None or int(index) >= least:
-                name = 'RANK' if 'RANK' in found else 'PET_NODE_RANK'
-                raise self._refuse(name, f'0 to {least - 1}, another in each of {least} pods')
-            job = job._replace(node_rank=int(index))
+            address, number, port = self._meeting_place(found)
+            job = job._replace(node_rank=self._index(found, least))
         if job.nnodes == 1:
             return job
         if not address:
             raise self._refuse('MASTER_ADDR', 'the name or the address of the first pod')
         job = job._replace(master_addr=check_address(address, 'MASTER_ADDR'))
         return job._replace(master_port=check_port(number or DEFAULT_PORT, port))
+
+    def _count(self, found: Mapping[str, str]) -> Tuple[str, int, int]:
+        """How many pods there are, in words, at least and at most; 0 where that is fixed."""
+        # Kubeflow counts processes in WORLD_SIZE, others pods.
+        words = _text(found, 'PET_NNODES') or _text(found, 'WORLD_SIZE')
+        if not any(name in found for name in ('RANK', 'PET_NODE_RANK', 'PET_MASTER_ADDR')):
+            words = words or '1'
+        match = re.fullmatch('([0-9]{1,9})(?::([0-9]{1,9}))?', words)
+        least, most = (int(one or 0) for one in match.groups()) if match else (0, 0)
+        if least < 1 or 0 < most < least:
+            of_torchrun = _text(found, 'PET_NNODES') or 'WORLD_SIZE' not in found
+            name = 'PET_NNODES' if of_torchrun else 'WORLD_SIZE'
+            raise self._refuse(name, 'the number of pods, such as 2, or as PET_NNODES 1:3')
+        return words, least, most
+
+    def _processes(self, found: Mapping[str, str]) -> Union[None, int, str]:
+        """How many processes a pod has: a number, a word of torchrun, or None."""
+        nproc = _text(found, 'PET_NPROC_PER_NODE') or None
+        if nproc is None or nproc in COUNTED:
+            return nproc
+        if self.number('PET_NPROC_PER_NODE') < 1:
+            raise self._refuse('PET_NPROC_PER_NODE', '1 or more, or auto')
+        return int(nproc)
+
+    def _rendezvous(self, found: Mapping[str, str]) -> Tuple[str, str]:
+        """The address and the port where pods meet that may join and leave."""
+        address, _, number = _text(found, 'PET_RDZV_ENDPOINT').rpartition(':')
+        if not address or _text(found, 'PET_RDZV_BACKEND') not in ('c10d', ''):
+            raise self._refuse('PET_RDZV_BACKEND', 'c10d, with PET_RDZV_ENDPOINT=HOST:PORT')
+        return address, number
+
+    def _meeting_place(self, found: Mapping[str, str]) -> Tuple[str, str, str]:
+        """The address and the port of the first pod, and the variable of the port."""
+        port = 'PET_MASTER_PORT' if _text(found, 'PET_MASTER_PORT') else 'MASTER_PORT'
+        given = [_text(found, name) for name in ('PET_MASTER_ADDR', 'MASTER_ADDR')]
+        given = [one for one in given if one]
+        # Some operators call the first pod localhost in one of the two.
+        address = ([one for one in given if not is_loopback(one)] or given or [''])[0]
+        return address, _text(found, port), port
+
+    def _index(self, found: Mapping[str, str], pods: int) -> int:
+        """The index of this pod."""
+        indices = {_text(found, name) for name in ('PET_NODE_RANK', 'RANK') if name in found}
+        index = indices.pop() if len(indices) == 1 else '' if indices or pods > 1 else '0'
+        if re.fullmatch('[0-9]{1,9}', index) is None or int(index) >= pods:
+            name = 'RANK' if 'RANK' in found else 'PET_NODE_RANK'
+            raise self._refuse(name, f'0 to {pods - 1}, another in each of {pods} pods')
+        return int(index)
+
+    def refuse_to_run_alone(self) -> None:
+        """See :meth:`Environment.refuse_to_run_alone`."""
+        pods = self.hosts().nnodes
+        if pods == 1:
+            return
+        found = self.detect()
+        stale = {**stale_variables('none', self.environ), **found}
+        raise LaunchError(
+            f'{format_variables(found)} say that this process is in one of {pods} pods of a job '
+            'of Kubernetes, but no launcher is named: it would train alone. To join the others, '
+            'start in each pod: mmdevplug train CONFIG, which reads them; or a script of your '
+            'own: torchrun with --nnodes, --node_rank, --master_addr, and SCRIPT --launcher '
+            f'pytorch. For this host alone: {unset_line(stale)}'
+        )
 
     def _refuse(self, name: str, expected: str) -> LaunchError:
         found = self.detect()
@@ -147,17 +181,5 @@ class Kubernetes(Environment):
         )
 
 
-def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
-    """Refuse a single process where the variables say that it is in one of several pods."""
-    environ = os.environ if environ is None else environ
-    pod = Kubernetes(environ)
-    if pod.hosts().nnodes == 1:
-        return
-    found = pod.detect()
-    raise LaunchError(
-        f'{format_variables(found)} say that this process is in one of {pod.hosts().nnodes} pods '
-        'of a job of Kubernetes, but no launcher is named: it would train alone. To join the '
-        'others, start in each pod: mmdevplug train CONFIG, which reads them; or a script of your '
-        'own: torchrun with --nnodes, --node_rank, --master_addr, and SCRIPT --launcher pytorch. '
-        f'For this host alone: {unset_line({**stale_variables("none", environ), **found})}'
-    )
+def _text(found: Mapping[str, str], name: str) -> str:
+    return found.get(name, '').strip()

@@ -73,7 +73,8 @@ def find_job(environ: Optional[Mapping[str, str]] = None) -> Optional[Environmen
 
 def refuse_to_stay_alone(starts: bool, environ: Optional[Mapping[str, str]] = None) -> None:
     """Refuse a process, or one that starts others here, where its job holds more than this."""
-    environment_of('slurm')(environ).refuse_to_stay_alone(starts)
+    for launcher in LAUNCHERS[1:]:
+        environment_of(launcher)(environ).refuse_to_stay_alone(starts)
 
 
 def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
@@ -83,10 +84,8 @@ def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
         LaunchError: With what says so, and the ways out: each process would train alone and write
             the same files.
     """
-    from .kubernetes import refuse_to_run_alone as refuse_pod_to_run_alone
-
     environ = os.environ if environ is None else environ
-    refuse_pod_to_run_alone(environ)
+    _refuse_to_run_alone(environ)
     job = find_job(environ)
     if job is not None:
         raise _one_of_several(job)
@@ -98,6 +97,11 @@ def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
             "To join the others: --launcher pytorch (in a script launcher='pytorch'). If they are "
             f'left over, or for a single process: {unset_line(stale_variables("none", environ))}'
         )
+
+
+def _refuse_to_run_alone(environ: Mapping[str, str]) -> None:
+    for launcher in LAUNCHERS[1:]:
+        environment_of(launcher)(environ).refuse_to_run_alone()
 
 
 def _one_of_several(job: Environment) -> LaunchError:
@@ -137,9 +141,7 @@ def forget_stale_variables(launcher: str) -> None:
     """
     job = None
     if launcher == 'none':
-        from .kubernetes import refuse_to_run_alone as refuse_pod_to_run_alone
-
-        refuse_pod_to_run_alone()
+        _refuse_to_run_alone(os.environ)
         job = find_job()
     if job is not None and job.name == Torchrun.name:
         raise _one_of_several(job)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mmdevplug.environments.base import Hosts
-from mmdevplug.environments.kubernetes import Kubernetes, refuse_to_run_alone
+from mmdevplug.environments.kubernetes import Kubernetes
 from mmdevplug.environments.launch_variables import (
     LAUNCHERS,
     LaunchEnv,
@@ -68,7 +68,7 @@ def test_a_variable_that_a_pod_lacks_is_named(missing):
     environ = {name: value for name, value in POD.items() if name != missing}
     environ['KUBERNETES_SERVICE_HOST'] = '10.96.0.1'
     missing = {'WORLD_SIZE': 'PET_NNODES'}.get(missing, missing)
-    for ask in (lambda: Kubernetes(environ).hosts(), lambda: refuse_to_run_alone(environ)):
+    for ask in (Kubernetes(environ).hosts, Kubernetes(environ).refuse_to_run_alone):
         with pytest.raises(LaunchError, match=missing):
             ask()
 
