@@ -6,6 +6,7 @@ vendors' packages are imported when they are first needed.
 
 import sys
 from importlib import import_module
+from typing import List
 
 from .version import __version__
 
@@ -61,6 +62,10 @@ def require_mmengine() -> None:
     """
     if _MISSING:
         raise ModuleNotFoundError(_MISSING, name='mmengine')
+
+
+def __dir__() -> List[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith('__'))})
 
 
 def __getattr__(name: str):

@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Union
 
 from mmdevplug.config.accelerator import suggest_option, to_dict
+from mmdevplug.config.fields import did_you_mean
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
@@ -64,8 +65,8 @@ def choose_accelerator(config: AcceleratorConfig = None) -> Choice:
     if options:
         raise AcceleratorError(
             f'accelerator has {", ".join(sorted(options))}: no option of training, and no '
-            f'argument of an accelerator, since none is named{suggest_option(options)} Correct '
-            f'the name, remove it, or name the accelerator that takes it: '
+            f'argument of an accelerator, since none is named{suggest_option(options, ["type"])} '
+            f'Correct the name, remove it, or name the accelerator that takes it: '
             f"accelerator=dict(type='gcu', ...)."
         )
     return _detect()
@@ -89,6 +90,10 @@ def available_accelerators() -> List[str]:
     return [accelerator.name for accelerator in _usable_accelerators()]
 
 
+#: What people call some of them.
+_OTHER_NAMES = dict(gpu='cuda', nvidia='cuda', ascend='npu', enflame='gcu', cambricon='mlu')
+
+
 def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
     """Build an accelerator; report options that it does not take, and errors inside it."""
     kind = find_registered(name)
@@ -97,8 +102,10 @@ def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
 
         kind = partial(TorchNativeAccelerator, name)
     if kind is None:
+        other = _OTHER_NAMES.get(name.lower())
+        meant = f'; did you mean {other!r}?' if other else did_you_mean([name], registered_names())
         raise AcceleratorError(
-            f'{origin} names the accelerator {name!r}, which is unknown. Known: '
+            f'{origin} names the accelerator {name!r}, which is unknown{meant} Known: '
             f'{", ".join(sorted(registered_names()))}; usable here: '
             f'{", ".join(available_accelerators())}. Correct the name; for a device that a vendor '
             f'registers with PyTorch under that name, import its package first: '

@@ -51,7 +51,8 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Find
         else:
             findings.append(found)
     if absent:
-        findings.append(section.note(f'not there: {"; ".join(absent)}'))
+        listed = ''.join(f'\n- {each}' for each in absent)
+        findings.append(section.note(f'not there: {len(absent)} others{listed}'))
     return findings
 
 

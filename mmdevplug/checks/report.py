@@ -14,7 +14,8 @@ def print_finding(finding: Finding, console: Console) -> None:
     """Print what was found, why it matters and what to do, in lines that can be copied."""
     # Text, not str: what was found may look like markup of rich.
     level = Text(f'{finding.level:8}', style=COLOURS[finding.level])
-    console.print(level + Text(finding.found), soft_wrap=True)
+    found = finding.found.replace('\n', '\n' + ' ' * 8)
+    console.print(level + Text(found), soft_wrap=True)
     if finding.level in ('error', 'warning') or finding.remedy:
         for word, said in (('why', finding.why), ('do', finding.remedy)):
             if said:

@@ -72,8 +72,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         '--accelerator',
-        help='train there, by its base config laid over CONFIG: auto, cpu, cuda, xla, gcu, npu, '
-        'mlu, musa, xpu, hpu, mps, tpu, or the name of any other that PyTorch knows',
+        help='use this accelerator, whose base config is laid over CONFIG: auto, cpu, cuda, xla, '
+        'gcu, npu, mlu, musa, xpu, hpu, mps, tpu, or the name of any other that PyTorch knows',
     )
 
 

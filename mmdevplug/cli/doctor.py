@@ -1,7 +1,6 @@
 """``mmdevplug doctor``: find what is wrong here, and print the command that fixes it."""
 
 import argparse
-import json
 from importlib import import_module
 from typing import Iterator, List, Optional
 
@@ -11,7 +10,7 @@ from mmdevplug.checks import versions
 from mmdevplug.checks.findings import Finding, exit_status
 from mmdevplug.checks.report import print_counts, print_finding
 from mmdevplug.errors import DevPlugError
-from mmdevplug.utils.atomic_files import check_writable, write_text
+from mmdevplug.utils.atomic_files import check_json, write_json
 
 from . import say
 from .arguments import Parser
@@ -34,17 +33,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument('--config', help='also check this config, as `mmdevplug check` does')
     parser.add_argument('--accelerator', help='look at this one alone, e.g. cuda, xla, gcu')
-    parser.add_argument('--json', help='a file for the findings')
+    parser.add_argument('--json', help='a file for the findings; - prints them alone')
     return parser
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Examine, print, and write the requested file; return 1 if there is an error, else 0."""
     args = build_parser().parse_args(argv)
-    findings, console = [], Console()
+    findings, console = [], Console(quiet=args.json == '-')
     try:
-        if args.json is not None:
-            check_writable(args.json, '--json')
+        check_json(args.json)
         for finding in examine(args):
             findings.append(finding)
             print_finding(finding, console)
@@ -55,7 +53,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     status = exit_status(findings)
     if args.json is not None:
         listed = [finding._asdict() for finding in findings]
-        write_text(json.dumps(dict(exit_status=status, findings=listed), indent=1), args.json)
+        write_json(dict(exit_status=status, findings=listed), args.json)
     return status
 
 

@@ -1,7 +1,6 @@
 """``mmdevplug plan``: show which device would hold which part of a model; needs no device."""
 
 import argparse
-import json
 from typing import List, Optional
 
 from rich.console import Console
@@ -14,7 +13,7 @@ from mmdevplug.model_parallel.make_plan import make_plan
 from mmdevplug.model_parallel.meta_build import build_from_file
 from mmdevplug.model_parallel.parse_devices import parse_devices, parse_max_memory
 from mmdevplug.model_parallel.sizes import DEFAULT_OPTIMIZER, choose_optimizer
-from mmdevplug.utils.atomic_files import check_writable, write_text
+from mmdevplug.utils.atomic_files import check_json, write_json
 from mmdevplug.utils.progress import show_progress
 
 from . import say
@@ -58,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         f'{DEFAULT_OPTIMIZER})',
     )
     parser.add_argument('--dtype', help='what the weights will be cast to, e.g. bfloat16')
-    parser.add_argument('--json', help='a file for the plan as JSON')
+    parser.add_argument('--json', help='a file for the plan as JSON; - prints it alone')
     return parser
 
 
@@ -68,13 +67,13 @@ def main(argv: Optional[List[str]] = None) -> None:
     # Wrong devices, memory and files are refused before a model is built.
     devices = parse_devices(args.devices, exclude_cpu=not args.allow_cpu)
     parse_max_memory(args.max_memory, devices)
-    if args.json is not None:
-        check_writable(args.json, '--json')
+    check_json(args.json)
     with show_progress(f'planning {args.model}', say):
         made = _plan(args)
-    Console().print(made)
+    if args.json != '-':
+        Console().print(made)
     if args.json is not None:
-        write_text(json.dumps(made.to_dict(), indent=1), args.json)
+        write_json(made.to_dict(), args.json)
 
 
 def _plan(args: argparse.Namespace) -> DevicePlan:

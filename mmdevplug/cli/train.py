@@ -6,8 +6,10 @@ import sys
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
 from mmengine.config import Config
+from mmengine.dist import is_main_process
 from mmengine.registry import RUNNERS
 
+from mmdevplug.checkpoint.reading import read_pointer
 from mmdevplug.checks.config_file import check_checkpoint
 from mmdevplug.checks.findings import Finding, Section
 from mmdevplug.checks.isolated import run_isolated
@@ -68,7 +70,9 @@ def main(argv: Optional[List[str]] = None) -> None:
 
         launch('mmdevplug.cli.train', argv, args)
         return
-    RUNNERS.build(configure(args)).train()
+    runner = RUNNERS.build(configure(args))
+    runner.train()
+    _say_where(runner, args.config)
 
 
 def configure(args: argparse.Namespace) -> Config:
@@ -90,6 +94,14 @@ def configure(args: argparse.Namespace) -> Config:
     if args.resume_settings is not None:
         cfg.accelerator.resume_settings = args.resume_settings
     return cfg
+
+
+def _say_where(runner: Any, config: str) -> None:
+    """Say where the last checkpoint of a training is, and what it can be tested with."""
+    path = read_pointer(runner.work_dir) if is_main_process() else None
+    if path is not None:
+        then = f' Test it: mmdevplug test {config} {path}' if runner.cfg.get('test_cfg') else ''
+        runner.logger.info(f'The last checkpoint is {path}.{then}')
 
 
 def _scale_lr(cfg: Config) -> None:

@@ -214,8 +214,9 @@ def refuse_unknown(
 def did_you_mean(unknown: Iterable[Any], known: Iterable[str]) -> str:
     """The end of a sentence about unknown names, with the nearest known ones."""
     known = list(known)
-    names = [str(name) for name in unknown if name not in known]
-    found = [match for name in names for match in get_close_matches(name, known, n=1)]
+    names = [str(name).lower() for name in unknown if name not in known]
+    by_lower = {name.lower(): name for name in known}
+    found = [by_lower[match] for name in names for match in get_close_matches(name, by_lower, n=1)]
     return f'; did you mean {" and ".join(map(repr, dict.fromkeys(found)))}?' if found else '.'
 
 

@@ -1,10 +1,11 @@
 """Write files atomically."""
 
+import json
 import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable, Iterator, Union
+from typing import Callable, Iterator, Optional, Union
 
 from mmdevplug.errors import DevPlugError
 
@@ -58,6 +59,21 @@ def check_writable(path: str, option: str) -> None:
             pass
     except OSError as error:
         raise DevPlugError(f'{option} {path!r} cannot be written: {error}. {hint}') from error
+
+
+def check_json(path: Optional[str]) -> None:
+    """Raise if the file of an option ``--json`` cannot be written; ``-`` is standard output."""
+    if path not in (None, '-'):
+        check_writable(str(path), '--json')
+
+
+def write_json(value: object, path: str) -> None:
+    """Write the file of an option ``--json``."""
+    text = json.dumps(value, indent=1)
+    if path == '-':
+        print(text)
+    else:
+        write_text(text, path)
 
 
 def has_temporary_folder(say: Callable[[str], None]) -> bool:

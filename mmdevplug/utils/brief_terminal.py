@@ -8,9 +8,7 @@ LEFT_OUT = (
     'Config:\n',
     'Hooks will be executed in the following order',
     'Exp name: ',
-    'Checkpoints will be saved to ',
     'Text logs will be saved to ',
-    'Saving checkpoint at ',
     'paramwise_options -- ',  # one for each option of each parameter
     'The prefix is not set in metric class ',
     '"FileClient" will be deprecated in future',

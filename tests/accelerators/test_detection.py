@@ -214,7 +214,9 @@ def test_name_never_heard_of_is_found_by_name_by_environment_and_by_detection():
 
 def test_unknown_name_is_refused_with_those_there_are():
     message = refusal('nvidia')
-    assert message.startswith("accelerator.type names the accelerator 'nvidia', which is unknown")
+    assert message.startswith(
+        "accelerator.type names the accelerator 'nvidia', which is unknown; did you mean 'cuda'?"
+    )
     for name in DETECTION_ORDER:
         assert name in message
     assert 'usable here: cpu' in message

@@ -25,14 +25,15 @@ def test_the_terminal_shows_results_and_the_file_everything(tmp_path, words):
     assert done.returncode == 0, shown
     (file,) = tmp_path.glob('*/*.log')
     whole = file.read_text()
-    for text in ('device cpu (cpu)', 'Epoch(val) [2]'):
+    last = f'The last checkpoint is {tmp_path / "epoch_2.pth"}.'
+    for text in ('device cpu (cpu)', 'Epoch(val) [2]', 'Saving checkpoint at 2 epochs', last):
         assert text in shown
-    left_out = ('System environment', 'Config:', 'Hooks will be executed', 'Checkpoints will be')
+    left_out = ('System environment', 'Config:', 'Hooks will be executed')
     for text in (*left_out, 'paramwise_options'):
         assert text in whole
         assert (text in shown) == bool(words)
     if not words:
-        assert len(shown.splitlines()) <= 8
+        assert len(shown.splitlines()) <= 12
         assert str(file) in shown
 
 
