@@ -15,6 +15,7 @@ PIP_T20 := $(BIN_T20)/python -m pip --disable-pip-version-check
 PIP_TPU := $(BIN_TPU)/python -m pip --disable-pip-version-check
 
 # Files in the environments that say they are complete; touching setup.py installs again.
+STAMP_DEMO := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed
 STAMP_XLA := $(VENV_XLA)/.installed
 STAMP_T20 := $(VENV_T20)/.installed
@@ -69,10 +70,17 @@ help:  ## Show this list
 
 install: $(STAMP)  ## Make $(VENV), with torch 2.13
 
-$(STAMP): setup.py
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --upgrade pip "setuptools<81" wheel
-	$(PIP) install torch==2.13.0
+# What the demo needs; the rest comes with the first target that needs it.
+$(STAMP_DEMO): setup.py
+	@echo "Installing PyTorch 2.13, MMEngine and mmdevplug into $(VENV): about 1 GB and a minute or two on a fast line."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet --upgrade pip "setuptools<81" wheel
+	@$(PIP) install --quiet torch==2.13.0
+	@$(PIP) install --quiet --no-build-isolation -e ".[mmengine,examples]" torch==2.13.0
+	@$(call link,$(BIN))
+	@touch $@
+
+$(STAMP): $(STAMP_DEMO)
 	$(PIP) install "$(MMCV)"
 	$(PIP) install --no-build-isolation -e ".[mmengine,examples,llama,loops,dev]" torch==2.13.0
 	$(call link,$(BIN))
@@ -123,7 +131,7 @@ $(STAMP_TPU): setup.py $(wildcard tests/standins/tpu_on_cpu/*.py tests/standins/
 	$(call link,$(BIN_TPU))
 	touch $@
 
-demo: install  ## Train a digits classifier in 2 processes, test it and draw a report
+demo: $(STAMP_DEMO)  ## Train a digits classifier in 2 processes, test it and draw a report
 	$(BIN)/mmdevplug train configs/digits/digits_cpu.py --nproc 2 --work-dir $(TRAIN_DIR)
 	$(BIN)/python demo/digits_report.py $(TRAIN_DIR)
 

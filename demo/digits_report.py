@@ -1,4 +1,4 @@
-"""Report on a run of configs/digits: test accuracy, and a picture of training and predictions.
+"""Report on a run of configs/digits: validation accuracy, a picture of training and predictions.
 
     mmdevplug train configs/digits/digits_cpu.py --nproc 2 --work-dir work_dirs/demo
     python demo/digits_report.py work_dirs/demo
@@ -162,7 +162,7 @@ def draw(
     )
     accuracy = 100.0 * float(np.mean(predicted == labels))
     figure.suptitle(
-        f'Digits: test accuracy {accuracy:.1f} %', x=0.055, y=0.985, ha='left', fontsize=15
+        f'Digits: validation accuracy {accuracy:.1f} %', x=0.055, y=0.985, ha='left', fontsize=15
     )
     draw_curves(figure.add_subplot(left), *curves)
 
@@ -233,7 +233,7 @@ def main() -> int:
         return 1
     picture = work_dir / 'digits.png'
     draw(picture, curves, images, labels, predicted)
-    print(f'test accuracy: {100.0 * np.mean(predicted == labels):.1f} %')
+    print(f'validation accuracy: {100.0 * np.mean(predicted == labels):.1f} %')
     print(f'wrote {picture}; the log is {max(work_dir.glob("*/*.log"))}')
     print(
         f'To go on: source .venv/bin/activate && {COMMAND} --work-dir {work_dir} --resume '
