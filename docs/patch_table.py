@@ -54,8 +54,8 @@ _LISTED = {
         'flatten norm arange where pixel_shuffle',
         'torch.Tensor: index_select mean sum var std amax amin cumsum count_nonzero clamp clip '
         'reshape flatten contiguous reshape_as where',
-        'torch.nn.functional: elu selu celu adaptive_avg_pool2d avg_pool2d l1_loss mse_loss '
-        'interpolate batch_norm pixel_shuffle',
+        'torch.nn.functional: elu selu celu adaptive_avg_pool2d avg_pool2d avg_pool3d l1_loss '
+        'mse_loss interpolate batch_norm pixel_shuffle',
     ),
     LOG_FILES: ('mmengine.logging.logger: _get_device_id',),
     MODEL: (
@@ -282,6 +282,7 @@ REASONS_EN = {
             *_both('mean sum var std'),
             'torch.nn.functional.adaptive_avg_pool2d',
             'torch.nn.functional.avg_pool2d',
+            'torch.nn.functional.avg_pool3d',
             'torch.nn.functional.l1_loss',
             'torch.nn.functional.mse_loss',
         ),
@@ -484,6 +485,7 @@ REASONS = {
             *_both('mean sum var std'),
             'torch.nn.functional.adaptive_avg_pool2d',
             'torch.nn.functional.avg_pool2d',
+            'torch.nn.functional.avg_pool3d',
             'torch.nn.functional.l1_loss',
             'torch.nn.functional.mse_loss',
         ),

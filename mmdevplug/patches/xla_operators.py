@@ -33,6 +33,9 @@ _IN_ORDER = (
 )
 
 
+_POOLS = ('avg_pool2d', 'avg_pool3d')
+
+
 def patch_operators() -> None:
     """Replace them where PyTorch's functions and methods are called."""
     for name, compute in (
@@ -47,8 +50,8 @@ def patch_operators() -> None:
     for owner, names, make in (
         (Tensor, ('contiguous', 'reshape_as') if copies else (), _copying),
         ((Tensor, torch), ('reshape', 'flatten') if copies else (), _copying),
-        (functional, ('adaptive_avg_pool2d', 'avg_pool2d', 'l1_loss', 'mse_loss'), _in_float32),
-        (functional, ('avg_pool2d',), _dividing),
+        (functional, ('adaptive_avg_pool2d', *_POOLS, 'l1_loss', 'mse_loss'), _in_float32),
+        (functional, _POOLS, _dividing),
         ((Tensor, torch), ('mean', 'sum', 'var', 'std'), _in_float32),
         ((Tensor, torch), ('amax', 'amin'), _over_all),
         ((Tensor, torch), ('cumsum', 'count_nonzero'), _counting),
@@ -129,25 +132,41 @@ def _in_float32(average: Callable) -> Callable:
 
 
 def _dividing(average: Callable) -> Callable:
-    """Divide by ``divisor_override`` here: torch_xla takes that of an earlier call."""
+    """Divide by ``divisor_override`` here: torch_xla takes that of an earlier call, or none."""
 
     @wraps(average)
     def averaged(
         input: Tensor,
-        kernel_size: Union[int, Tuple[int, int]],
+        kernel_size: Union[int, Tuple[int, ...]],
         stride: Any = None,
         padding: Any = 0,
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: Optional[int] = None,
     ) -> Tensor:
-        options = (kernel_size, stride, padding, ceil_mode)
-        if input.device.type != 'xla' or divisor_override is None or ceil_mode:
-            return average(input, *options, count_include_pad, divisor_override)
-        sides = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
-        return average(input, *options, True) * (sides[0] * sides[-1] / divisor_override)
+        options = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+        if divisor_override is None or input.device.type != 'xla' or not input.is_floating_point():
+            return average(input, *options)
+        dims = 3 if average.__name__.endswith('3d') else 2
+        sides, pads = _each(kernel_size, dims), _each(padding, dims)
+        steps = _each(stride or kernel_size, dims)
+        # Zeros count for nothing in a sum: with all of them there, every window is whole.
+        ends = []
+        for length, side, step, pad in zip(input.shape[-dims:], sides, steps, pads):
+            windows = (length + 2 * pad - side) // step + 1
+            if ceil_mode and windows * step < length + pad:  # one more begins inside
+                windows += (length + 2 * pad - side) % step > 0
+            ends.append(max(pad, (windows - 1) * step + side - length - pad))
+        around = [each for pair in zip(reversed(pads), reversed(ends)) for each in pair]
+        whole = functional.pad(input, around)
+        return average(whole, tuple(sides), tuple(steps)) * (math.prod(sides) / divisor_override)
 
     return averaged
+
+
+def _each(value: Any, dims: int) -> List[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * dims if len(values) == 1 else values
 
 
 def _batch_norm(batch_norm: Callable, x: Tensor, options: dict) -> Tensor:

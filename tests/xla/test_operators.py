@@ -51,6 +51,9 @@ def running(norm, x):
 IMAGES = dict(
     divisor=lambda x: functional.avg_pool2d(x, 2, divisor_override=3),
     other_divisor=lambda x: functional.avg_pool2d(x, 2, padding=1, divisor_override=7),
+    divisor_of_edges=lambda x: functional.avg_pool2d(x, 4, 3, 1, True, False, 5),
+    divisor_of_sides=lambda x: functional.avg_pool2d(x, (5, 2), (2, 3), (2, 0), True, True, 3),
+    divisor_in_space=lambda x: functional.avg_pool3d(x, (3, 2, 4), 2, 1, True, True, 7),
     shuffle=lambda x: functional.pixel_shuffle(x, 2),
     other_shuffle=nn.PixelShuffle(4),
     norm_of_constant=lambda x: nn.BatchNorm2d(16).to(x.device)(x * 0 + 255),
