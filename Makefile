@@ -235,6 +235,7 @@ $(STAMP_DOCS): $(STAMP) docs/requirements.txt
 docs: $(STAMP_DOCS)  ## Build docs/_build; a warning or a broken link between pages fails
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs/en docs/_build/en
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs/zh_cn docs/_build/zh_cn
+	$(BIN)/python docs/check_built.py
 
 docs-links: $(STAMP_DOCS)  ## See whether links to other sites answer; needs the network
 	$(BIN)/python -m sphinx -q -b linkcheck docs/en docs/_build/links/en
