@@ -34,6 +34,10 @@ _IN_ORDER = (
 
 
 _POOLS = ('avg_pool2d', 'avg_pool3d')
+_WITH_BIAS = (
+    *('linear', 'conv1d', 'conv2d', 'conv3d'),
+    *('conv_transpose1d', 'conv_transpose2d', 'conv_transpose3d'),
+)
 
 
 def patch_operators() -> None:
@@ -52,6 +56,7 @@ def patch_operators() -> None:
         ((Tensor, torch), ('reshape', 'flatten') if copies else (), _copying),
         (functional, ('adaptive_avg_pool2d', *_POOLS, 'l1_loss', 'mse_loss'), _in_float32),
         (functional, _POOLS, _dividing),
+        (functional, _WITH_BIAS, _adding_bias),
         ((Tensor, torch), ('mean', 'sum', 'var', 'std'), _in_float32),
         ((Tensor, torch), ('amax', 'amin'), _over_all),
         ((Tensor, torch), ('cumsum', 'count_nonzero'), _counting),
@@ -129,6 +134,40 @@ def _in_float32(average: Callable) -> Callable:
         return average(input.float(), *args, **kwargs).to(kind)
 
     return averaged
+
+
+class _Bias(torch.autograd.Function):
+    """Add a bias along a dimension; its gradient is added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, bias: Tensor, dim: int) -> Tensor:
+        ctx.dim, ctx.kind = dim, bias.dtype
+        sizes = [-1 if each == dim else 1 for each in range(output.dim())]
+        return output + bias.to(output.dtype).view(sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tuple[Tensor, Tensor, None]:
+        others = [each for each in range(gradient.dim()) if each != ctx.dim]
+        added = gradient.float()
+        return gradient, (added.sum(others) if others else added).to(ctx.kind), None
+
+
+def _adding_bias(function: Callable) -> Callable:
+    """Add the bias of half-precision layers apart: torch_xla adds its gradient up in bfloat16."""
+
+    @wraps(function)
+    def computed(
+        input: Tensor, weight: Tensor, bias: Optional[Tensor] = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        apart = bias is not None and input.device.type == 'xla' and torch.is_grad_enabled()
+        half = apart and (weight.dtype in _HALF or torch.is_autocast_enabled('xla'))
+        if bias is None or not half:
+            return function(input, weight, bias, *args, **kwargs)
+        output = function(input, weight, None, *args, **kwargs)
+        digits = ''.join(filter(str.isdigit, function.__name__))
+        return _Bias.apply(output, bias, output.dim() - 1 - int(digits or 0))
+
+    return computed
 
 
 def _dividing(average: Callable) -> Callable:

@@ -178,3 +178,53 @@ def test_operators_compute_what_the_host_computes():
                 wrong.append(f'{name}: {error}')
     assert not wrong, '\n'.join(wrong)
     assert script == [1.5, 1.5, 2.0, 2.0]
+
+
+LAYERS = dict(
+    linear=(lambda: nn.Linear(8, 6), (4, 32, 64, 8)),
+    vector=(lambda: nn.Linear(8, 6), (8,)),
+    conv1d=(lambda: nn.Conv1d(8, 6, 3), (4, 8, 2048)),
+    conv2d=(lambda: nn.Conv2d(8, 6, 3), (4, 8, 64, 64)),
+    conv2d_alone=(lambda: nn.Conv2d(8, 6, 3), (8, 64, 64)),
+    conv3d=(lambda: nn.Conv3d(8, 6, 1), (2, 8, 8, 32, 32)),
+    transposed=(lambda: nn.ConvTranspose2d(8, 6, 2, 2), (4, 8, 32, 32)),
+    attention=(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), (2, 1024, 8)),
+)
+
+
+def bias_gradients(half):
+    """Gradients of the parameters of layers in half precision, by layer and device."""
+    import mmdevplug
+
+    mmdevplug.init_device('none', 'xla')
+    mmdevplug.patch_mmengine('xla')
+    found = {}
+    for name, (make, shape) in LAYERS.items():
+        for device, precise in (('cpu', True), ('xla', False)):
+            torch.manual_seed(0)
+            layer, x = make().to(device), (torch.rand(shape) - 0.3).to(device)
+            if half and not precise:
+                layer, x = layer.bfloat16(), x.bfloat16()
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=not precise and not half):
+                out = layer(x)
+            weights = torch.linspace(0.5, 1.5, out.numel()).view(out.shape).to(device)
+            (out.float() * weights.roll(7)).sum().backward()
+            gradients = {key: p.grad.float().cpu() for key, p in layer.named_parameters()}
+            kinds = {str(p.grad.dtype) for p in layer.parameters()}
+            found.setdefault(name, []).append((gradients, kinds))
+    return found
+
+
+@pytest.mark.parametrize('half', [False, True])
+def test_gradients_of_biases_are_added_up_in_float32(half):
+    (found,) = run_ranks(bias_gradients, 0, half)
+    assert len(found) == len(LAYERS)
+    wrong = []
+    for name, ((expected, _), (gradients, kinds)) in found.items():
+        assert kinds == {'torch.bfloat16' if half else 'torch.float32'}
+        for key, one in gradients.items():
+            off = float((one - expected[key]).abs().max() / expected[key].abs().max())
+            rounds = half and name == 'attention'  # whose normalization is in half precision, too
+            if key.endswith('bias') and 'norm' not in key and not rounds and off > 0.06:
+                wrong.append(f'{name}.{key}: {off:.2f}')
+    assert not wrong
