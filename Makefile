@@ -60,10 +60,13 @@ KINDS ?=
 # Graphs of tests are small and many: compiling them is what takes time.
 ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
+NUMBERS := tests.conformance.numbers --accelerator
+ON_CARD := FAKECARD_NAME=zeta FAKECARD_COUNT=1 PYTHONPATH=.:tests/standins/fakecard
+
 # TorchTPU warns of every name in torch.tpu that may change.
 ON_TPU := TPU_ON_CPU=1 PYTHONWARNINGS="ignore:<TorchTpu/"
 
-.PHONY: help install install-xla install-t20 install-tpu standins demo test test-operators test-onedl test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
+.PHONY: help install install-xla install-t20 install-tpu standins demo test test-numbers test-operators test-onedl test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
@@ -192,6 +195,14 @@ test-t20: install-t20  ## Run the tests on a stand-in T20, and those on the CPU 
 
 test-tpu: install-tpu  ## Run the tests on TorchTPU's released package, over XLA's plugin for the CPU
 	$(ON_TPU) $(BIN_TPU)/python -m pytest -n 2 --dist loadfile -m tpu tests/tpu
+
+test-numbers: install standins install-xla install-tpu  ## Compare operators of devices with the CPU's, write docs/*/numbers.md
+	PJRT_DEVICE=CPU $(BIN_XLA)/python -m $(NUMBERS) xla --json docs/numbers/xla.json
+	PJRT_DEVICE=CPU $(BIN_XLA)/python -m $(NUMBERS) xla --plain --json docs/numbers/xla_plain.json
+	PYTHONPATH=.:tests/standins/lazy $(BIN)/python -m $(NUMBERS) lazy --json docs/numbers/lazy.json
+	$(ON_TPU) $(BIN_TPU)/python -m $(NUMBERS) tpu --json docs/numbers/tpu.json
+	$(ON_CARD) $(BIN)/python -m $(NUMBERS) zeta --card-config tests/conformance/stand_in.py --json docs/numbers/zeta.json
+	$(BIN)/python docs/numbers_page.py
 
 test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits
 	MMDEVPLUG_KILLS=100 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla and not tpu and not opencl"

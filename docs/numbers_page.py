@@ -1,0 +1,143 @@
+"""Write ``numbers.md`` of what ``make test-numbers`` has measured."""
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List
+
+from tables import table, write_pages
+
+RESULTS = Path(__file__).parent / 'numbers'
+#: The columns, in their order: the device, and how it is called.
+DEVICES = dict(xla='torch_xla', lazy='lazy', tpu='TorchTPU', zeta='PrivateUse1')
+LANGUAGES: Dict[str, Dict[str, Any]] = dict(
+    en=dict(
+        heading='# Numbers: which operators compute what the CPU computes',
+        links='English | [简体中文](../zh_cn/numbers.md)',
+        intro="""\
+For whoever trains on a device that is not a GPU, or writes an accelerator. PyTorch's own
+samples (OpInfo) of its operators are computed on a device and on the CPU: outputs, and
+gradients of their weighted sum. An operator differs where a value is off by more than 1e-3 of
+the largest (float32), 5e-2 (bfloat16), or at all (int64), or where shape or dtype is another.
+Operators that draw random numbers, and factors that are not unique (`svd`, `qr`, ...), are left
+out. Before means without the [replacements](patches.md) of mmdevplug.""",
+        summary=[
+            'device',
+            'torch',
+            'operators',
+            'with a dtype',
+            'samples',
+            'differ before',
+            'differ now',
+            'raise errors',
+        ],
+        notes="""\
+- The devices compute on the host here: torch_xla and TorchTPU by XLA's compiler for the CPU,
+  `lazy` by PyTorch, the PrivateUse1 card is the stand-in of the tests. A TPU may differ
+  elsewhere.
+- [`mmdevplug check`](check.md) compares one training step of your model with the CPU, and finds
+  what no table has.
+- `topk`, `kthvalue` and `cummax` choose another of equal values.
+- An error is no difference: it names what to leave out.""",
+        device='## {}',
+        none='None differs.',
+        columns=['operator', 'dtypes', 'samples', 'what differs'],
+        again="""\
+## To measure again
+
+`make test-numbers` measures all of them in about twenty minutes, and writes this page. For another
+accelerator:
+""",
+    ),
+    zh_cn=dict(
+        heading='# 数值：哪些算子与 CPU 的结果相同',
+        links='[English](../en/numbers.md) | 简体中文',
+        intro="""\
+适用于在 GPU 以外的设备上训练的人，以及编写加速器的人。把 PyTorch 自带的算子样例（OpInfo）分别
+在设备和 CPU 上计算：输出，以及其加权和的梯度。数值与最大值相比偏差超过 1e-3（float32）、5e-2（
+bfloat16）或有任何偏差（int64），或形状、dtype 不同，即为不同。抽取随机数的算子和结果不唯一的分
+解（`svd`、`qr` 等）不在其中。“之前”指没有 mmdevplug 的[替换](patches.md)。""",
+        summary=['设备', 'torch', '算子', '算子与 dtype', '样例', '之前不同', '现在不同', '报错'],
+        notes="""\
+- 这里各设备都在主机上计算：torch_xla 与 TorchTPU 使用 XLA 的 CPU 编译器，`lazy` 由 PyTorch 计算，
+  PrivateUse1 卡是测试用的替身。 TPU 可能在别处不同。
+- [`mmdevplug check`](check.md) 把您的模型的一步训练与 CPU 比较，能发现表中没有的问题。
+- `topk`、`kthvalue` 与 `cummax` 在相等的值中选了另一个。
+- 报错不算不同：它会说明应去掉什么。""",
+        device='## {}',
+        none='没有不同。',
+        columns=['算子', 'dtype', '样例', '不同之处'],
+        again="""\
+## 重新测量
+
+`make test-numbers` 用约二十分钟测量全部并写出本页。其他加速器：
+""",
+    ),
+)
+COMMAND = """\
+```bash
+python -m tests.conformance.numbers --accelerator acme --json acme.json
+```"""
+
+
+def load(name: str) -> Dict[str, Any]:
+    """What was measured; {} if it was not."""
+    path = RESULTS / f'{name}.json'
+    return json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
+
+
+def grouped(rows: List[Dict[str, Any]]) -> List[List[str]]:
+    """A line for each operator."""
+    lines: Dict[str, Dict[str, Any]] = {}
+    for row in rows:
+        line = lines.setdefault(row['operator'], dict(dtypes=[], differ=0, samples=0, what=[]))
+        line['dtypes'].append(row['dtype'])
+        line['differ'] += row['differ']
+        line['samples'] += row['samples']
+        line['what'] += [each for each in row['what'] if each not in line['what']]
+    return [
+        [
+            f'`{name}`',
+            ', '.join(line['dtypes']),
+            f'{line["differ"]}/{line["samples"]}',
+            '; '.join(line['what']),
+        ]
+        for name, line in lines.items()
+    ]
+
+
+def render(texts: Dict[str, Any]) -> List[str]:
+    """The parts of the page in one language."""
+    summary, parts = [], []
+    for name, title in DEVICES.items():
+        now, before = load(name), load(f'{name}_plain')
+        if not now:
+            continue
+        summary.append(
+            [
+                title,
+                now['torch'],
+                str(now['operators']),
+                str(now['compared']),
+                str(now['samples']),
+                str(len(before['different'])) if before else '',
+                str(len(now['different'])),
+                str(len(now['raised'])),
+            ]
+        )
+        parts.append(texts['device'].format(title))
+        lines = grouped(now['different'])
+        parts.append(table(texts['columns'], lines) if lines else texts['none'])
+    return [
+        texts['heading'],
+        texts['links'],
+        texts['intro'],
+        table(texts['summary'], summary),
+        texts['notes'],
+        *parts,
+        texts['again'].strip(),
+        COMMAND,
+    ]
+
+
+if __name__ == '__main__':
+    write_pages('numbers.md', LANGUAGES, render)
