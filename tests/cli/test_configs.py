@@ -49,7 +49,8 @@ def test_a_config_that_cannot_be_read(tmp_path, text, says):
 
 def test_what_is_given_wins_over_the_config(tmp_path, monkeypatch):
     built = []
-    monkeypatch.setattr(RUNNERS, 'build', lambda cfg: built.append(cfg) or Mock())
+    runner = Mock(work_dir=str(tmp_path), cfg={})
+    monkeypatch.setattr(RUNNERS, 'build', lambda cfg: built.append(cfg) or runner)
     # As a run that was resumed has written it.
     text = f'_base_ = {DIGITS!r}\nresume = True\nenv_cfg = dict(dist_cfg=dict(timeout=9))'
     path, weights = str(write(tmp_path, 'c.py', text)), write(tmp_path, 'epoch_1.pth', '')
