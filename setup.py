@@ -106,6 +106,7 @@ if __name__ == '__main__':
         description='Train any OpenMMLab model on any PyTorch accelerator',
         long_description=(ROOT / 'README.md').read_text(encoding='utf-8'),
         long_description_content_type='text/markdown',
+        author='The mmdevplug contributors',
         keywords='OpenMMLab, MMEngine, PyTorch, accelerator, distributed training, XLA, GCU',
         license='Apache-2.0',
         classifiers=[
