@@ -29,12 +29,17 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
 
 
 def print_strategies(cfg: Config, env: LaunchEnv, console: Console) -> None:
-    """What each value of ``model_parallel.enable`` leads to, and the plan of the config's."""
+    """The accelerator, and what each value of ``model_parallel.enable`` leads to, with the plan.
+
+    A config that is not to be spread has nothing to choose from.
+    """
     options = ModelParallelOptions.from_config(cfg.model_parallel)
     device = AcceleratorOptions.from_config(cfg.get('accelerator')).device
     accelerator, reason = choose_accelerator(device)
     count = accelerator.device_count()
     console.print(Text(f'accelerator: {accelerator.name!r} ({reason}), {count} device(s)'))
+    if options.enable is False:
+        return
     plan = None
     for enable, word in CHOICES.items():
         parallelism = Parallelism(

@@ -172,9 +172,14 @@ def test_launch_variables_and_strategies_are_told(digits):
     (stale,) = [line for line in digits.stdout.splitlines() if 'left over' in line]
     assert 'RANK=3 MASTER_PORT=29500' in stale
     assert stale.endswith('do: unset RANK MASTER_PORT')
-    lines = [line for line in digits.stdout.splitlines() if 'model_parallel.enable=' in line[:25]]
+    # Of an option that is not in the config.
+    assert 'model_parallel' not in digits.stdout
+    status, out, err = checked(CONFIG, '--model-parallel', 'auto', '--no-comparison')
+    assert status == 0, err
+    lines = [line for line in out.splitlines() if 'model_parallel.enable=' in line[:25]]
+    assert len(lines) == 3
     for word, line in zip(['true', 'false', 'auto'], lines):
-        assert line.startswith('* ' if word == 'false' else '  ')
+        assert line.startswith('* ' if word == 'auto' else '  ')
         told = 'refused: ' if word == 'true' else 'single_device on cpu: '
         assert line[2:].startswith(f'model_parallel.enable={word:6}{told}')
     assert 'needs two or more devices' in lines[0]
