@@ -1,10 +1,12 @@
 """A plan: which device holds which part of a model, and why."""
 
 import io
+import os
 from dataclasses import asdict, dataclass
-from typing import Any, Collection, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Collection, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -227,23 +229,35 @@ class DevicePlan:
     def __rich__(self) -> Group:
         """A row for each device, then what was tried."""
         parts = ', '.join(f'{name} {format_bytes(s)}' for name, s in self.parts.items() if s)
-        table = Table(title=f'{self.model}, {self.strategy}: {parts}', title_justify='left')
-        for name in ('device', 'load', 'of ideal', 'may hold', 'blocks', 'from', 'to'):
+        title = f'{self.model}, {self.strategy}: {parts}'
+        # Narrow, so that names of modules are whole in a terminal of 80 columns.
+        table = Table(title=title, title_justify='left', box=SIMPLE_HEAD, pad_edge=False)
+        within = _common_parent([block.name for block in self.blocks])
+        limited = ['may hold'] if self.capacities else []
+        for name in ('device', 'load', 'of ideal', *limited, 'blocks', 'from', 'to'):
             right = name not in ('device', 'from', 'to')
             table.add_column(name, justify='right' if right else 'left', overflow='fold')
         ideals = self.ideals
         for name in self.devices:
             ideal = ideals.get(name)
             here = [block.name for block in self.blocks if block.device == name]
+            here = [each[len(within) :] for each in here]
             limit = (self.capacities or {}).get(name)
             table.add_row(
                 name,
                 format_bytes(self.loads[name]),
                 f'{self.loads[name] / ideal:.1%}' if ideal else '',
-                '' if limit is None else format_bytes(limit),
+                *['' if limit is None else format_bytes(limit)] * len(limited),
                 str(len(here)),
                 here[0] or 'all' if here else '',
                 here[-1] or 'all' if here else '',
             )
         figures = Text(f'imbalance {self.imbalance:.3f} in bytes')
-        return Group(table, figures, *[Text(f'- {step}') for step in self.steps])
+        steps = [f'names begin with {within}'] * bool(within) + [*self.steps]
+        return Group(table, figures, *[Text(f'- {step}') for step in steps])
+
+
+def _common_parent(names: Sequence[str]) -> str:
+    """What all names begin with, up to a dot."""
+    parent = os.path.commonprefix(names).rpartition('.')[0] if len(names) > 1 else ''
+    return f'{parent}.' if parent else ''

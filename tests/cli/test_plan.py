@@ -39,6 +39,21 @@ def test_a_transformers_model(llama, tmp_path, capsys):
     assert planned(tmp_path, f'{llama}/config.json', '--devices', 'cuda:0-2') == made
 
 
+def test_names_are_whole_in_a_narrow_terminal(llama, monkeypatch, capsys):
+    monkeypatch.setenv('COLUMNS', '80')
+    assert run(main, [llama, '--devices', 'cuda:0-2']) == 0
+    told = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in told.splitlines())
+    # Each begins and ends with a name of the model, which is on one line.
+    names = {name for name, _ in make('llama').named_modules()}
+    rows = [line.split() for line in told.splitlines() if line.startswith(' cuda:')]
+    assert len(rows) == 3
+    assert all({row[-2], row[-1]} <= names for row in rows)
+    assert run(main, [llama, '--devices', 'cuda:0-2', '--json', '-']) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert DevicePlan.from_dict(printed).devices == ['cuda:0', 'cuda:1', 'cuda:2']
+
+
 def test_the_head_that_a_model_names(tmp_path):
     T5Config(**T5, architectures=['T5EncoderModel']).save_pretrained(tmp_path)
     assert planned(tmp_path, str(tmp_path), '--devices', 'xla:0-1').model == 'T5EncoderModel'
