@@ -98,7 +98,11 @@ def configure(args: argparse.Namespace) -> Config:
 
 def _say_where(runner: Any, config: str) -> None:
     """Say where the last checkpoint of a training is, and what it can be tested with."""
-    path = read_pointer(runner.work_dir) if is_main_process() else None
+    from mmengine.runner import Runner
+
+    if not (isinstance(runner, Runner) and is_main_process()):
+        return  # one of the user's may have no folder
+    path = read_pointer(runner.work_dir)
     if path is not None:
         then = f' Test it: mmdevplug test {config} {path}' if runner.cfg.get('test_cfg') else ''
         runner.logger.info(f'The last checkpoint is {path}.{then}')
