@@ -4,6 +4,7 @@ The wrapper decides once which of the two it is, and asks no more.
 """
 
 import copy
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -83,7 +84,7 @@ def choose_averaging(
     return StagedAveraging(setting) if staged else DDPAveraging(setting)
 
 
-class Averaging:
+class Averaging(ABC):
     """Averages the gradients of a wrapper, which passes itself to each method."""
 
     #: Averages through host memory when backward has ended; None where DDP averages.
@@ -96,27 +97,27 @@ class Averaging:
         #: Whether parameters may go unused.
         self.tolerates_unused = setting.find_unused
 
+    @abstractmethod
     def init(self, wrapper: Any, module: nn.Module, **arguments: Any) -> None:
         """Move the module to its device, and set what DDP's constructor sets."""
-        raise NotImplementedError
 
     def start(self, wrapper: Any, trained: TrainableSet) -> None:
         """Average the gradients of these parameters from here on."""
 
+    @abstractmethod
     def restart(self, wrapper: Any, trained: TrainableSet) -> None:
         """Average the gradients of other parameters than before from here on."""
-        raise NotImplementedError
 
     def before_forward(self, wrapper: Any) -> None:
         """Raise ModelError if the last backward pass left gradients that are not averaged."""
 
+    @abstractmethod
     def forward(self, wrapper: Any, *inputs: object, **kwargs: object) -> Any:
         """Call the module, so that its backward pass averages."""
-        raise NotImplementedError
 
+    @abstractmethod
     def average(self, trained: TrainableSet) -> None:
         """Average now, for a model that decides by itself when gradients are complete."""
-        raise NotImplementedError
 
     def before_update(self, optim_wrapper: AnyOptimWrapper) -> None:
         """Tell an optimizer wrapper what it has to know of the averages."""
