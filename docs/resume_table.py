@@ -20,16 +20,17 @@ LANGUAGES: Dict[str, Dict[str, Any]] = dict(
         heading='# Resuming: schedules and optimizers',
         links='English | [简体中文](../zh_cn/resuming.md)',
         intro="""\
-Each cell is a training of 20 iterations, 5 to an epoch, with dropout, batch normalization,
-averaged weights (EMA), clipping and validation. It is stopped twice, as by SIGTERM after
-iteration 8 in the middle of an epoch, and as by a crash after iteration 17, and resumed in a
-runner of its own. Its samples, rates and losses of every iteration and its last checkpoint
-(weights, averaged weights, optimizer, schedulers, random states, log buffers) are compared with
-those of a training that was never stopped: *exact* means that they are equal, bit for bit.
+Read this page to see which schedules and optimizers resume exactly. Each cell is a training of
+20 iterations, 5 to an epoch, with dropout, batch normalization, averaged weights (EMA), clipping
+and validation. It stops twice: after iteration 8, in the middle of an epoch, as after SIGTERM,
+and after iteration 17 as after a crash. A new runner resumes it each time.
 
-A row has the schedule of the learning rate and, where the optimizer knows them, of the
-momentum and of the weight decay (`MultiStepLR`, `MultiStepMomentum`,
-`MultiStepParamScheduler`).""",
+*exact* means equal, bit for bit, to a training that never stopped. The comparison covers samples,
+rates and losses of every iteration. It also covers the last checkpoint: weights, averaged
+weights, optimizer, schedulers, random states and log buffers.
+
+Each row schedules the learning rate. It also schedules the momentum and the weight decay if the
+optimizer has them (`MultiStepLR`, `MultiStepMomentum`, `MultiStepParamScheduler`).""",
         schedule='schedule',
         exact='exact',
         differs='**differs**',
@@ -37,13 +38,13 @@ momentum and of the weight decay (`MultiStepLR`, `MultiStepMomentum`,
             epochs='epochs', iterations='iterations', converted='epochs, `convert_to_iter_based`'
         ),
         notes="""\
-- {} trainings, {} exact. A superscript says what a step of the schedule is: {}.
-- LBFGS needs a closure, which MMEngine's optimizer wrappers do not pass; SparseAdam needs sparse
-  gradients.
-- Everything else of MMEngine's that has a state is in `tests/checkpoint/resume_cases.py`, one
-  case each: optimizer wrappers, averaged weights, samplers, workers, hooks, contents of the
-  message hub, also on 2 ranks and after `load_from`.
-- What is not exact: see [checkpoints](checkpoints.md#what-is-not-exact).""",
+- {} trainings, {} exact. The superscript is the unit of a schedule's step: {}.
+- The table leaves out two optimizers. LBFGS needs a closure, which MMEngine's wrappers do
+  not pass. SparseAdam needs sparse gradients.
+- `tests/checkpoint/resume_cases.py` has a case for every other stateful part of MMEngine:
+  optimizer wrappers, averaged weights, samplers, workers, hooks, contents of the message hub. The
+  cases also run on 2 ranks and after `load_from`.
+- [Checkpoints](checkpoints.md#what-is-not-exact) lists what is not exact.""",
         measured='Measured with torch {}, on the CPU.',
         again='## To measure again',
     ),
@@ -51,14 +52,15 @@ momentum and of the weight decay (`MultiStepLR`, `MultiStepMomentum`,
         heading='# 恢复训练：调度器与优化器',
         links='[English](../en/resuming.md) | 简体中文',
         intro="""\
-每格是一次 20 次迭代的训练（5 次迭代为一个 epoch），包括 dropout、批归一化、平均权重（EMA）、
-梯度裁剪和验证。训练中断两次：第 8 次迭代后（epoch 中间）如同收到 SIGTERM，第 17
-次迭代后如同崩溃；每次都在新的 runner 中恢复。每次迭代的样本、学习率和损失，
-以及最后的检查点（权重、平均权重、优化器、调度器、随机状态、日志缓冲区）与从未中断的训练比较：
-*精确* 表示逐位相同。
+本页说明哪些调度器和优化器能精确恢复。每格是一次 20 次迭代的训练（5 次迭代为一个 epoch），
+包括 dropout、批归一化、平均权重（EMA）、梯度裁剪和验证。训练停止两次：第 8 次迭代后
+（epoch 中间）如同收到 SIGTERM，第 17 次迭代后如同崩溃。每次都由新的 runner 恢复。
 
-每行包括学习率的调度器，以及优化器支持时动量和权重衰减的调度器（`MultiStepLR`、
-`MultiStepMomentum`、`MultiStepParamScheduler`）。""",
+*精确* 表示与从未停止的训练逐位相同。比较包括每次迭代的样本、学习率和损失，以及最后的检查点：
+权重、平均权重、优化器、调度器、随机状态和日志缓冲区。
+
+每行调度学习率；优化器有动量和权重衰减时，也调度它们（`MultiStepLR`、`MultiStepMomentum`、
+`MultiStepParamScheduler`）。""",
         schedule='调度器',
         exact='精确',
         differs='**不同**',
@@ -66,12 +68,13 @@ momentum and of the weight decay (`MultiStepLR`, `MultiStepMomentum`,
             epochs='epoch', iterations='迭代', converted='epoch，使用 `convert_to_iter_based`'
         ),
         notes="""\
-- 共 {} 次训练，其中 {} 次精确。上标表示调度器的一步：{}。
-- LBFGS 需要闭包，而 MMEngine 的优化器封装不传递闭包；SparseAdam 需要稀疏梯度。
-- MMEngine 中其他带状态的部分见 `tests/checkpoint/resume_cases.py`，各有一例：优化器封装、
-  平均权重、采样器、worker 进程、hook、message hub 的内容，也包括 2 个 rank 和使用 `load_from`
-  之后。
-- 不精确之处见[检查点](checkpoints.md#不精确之处)。""",
+- 共 {} 次训练，其中 {} 次精确。上标是调度器一步的单位：{}。
+- 表中没有两种优化器。LBFGS 需要闭包，而 MMEngine 的优化器封装不传递闭包。SparseAdam
+  需要稀疏梯度。
+- `tests/checkpoint/resume_cases.py` 对 MMEngine 中其他每个带状态的部分各有一例：优化器封装、
+  平均权重、采样器、worker 进程、钩子、message hub 的内容。这些例子也在 2 个 rank 上以及
+  `load_from` 之后运行。
+- [检查点](checkpoints.md#不精确之处)列出不精确之处。""",
         measured='测量环境：torch {}，CPU。',
         again='## 重新测量',
     ),
