@@ -14,11 +14,12 @@ LANGUAGES: Dict[str, Dict[str, Any]] = dict(
         heading='# Numbers: which operators compute what the CPU computes',
         links='English | [简体中文](../zh_cn/numbers.md)',
         intro="""\
-Read this page if you train on a device that is not a GPU, or write an accelerator. PyTorch's own
-samples (OpInfo) run on a device and on the CPU: outputs, and gradients of their weighted sum. An
-operator differs if a value is off by more than 1e-3 of the largest (float32), 5e-2 (bfloat16), or
-at all (int64), or if shape or dtype differ. Random operators and factors that are not unique
-(`svd`, `qr`, ...) are left out. "Before" is without the [replacements](patches.md) of mmdevplug.""",
+Read this page if you train on a device that is not a GPU, or write an accelerator. PyTorch's
+own samples (OpInfo) run on a device and on the CPU: outputs, and gradients of their weighted
+sum. An operator differs if a value is off by more than 1e-3 of the largest (float32), 5e-2
+(bfloat16), or at all (int64), or if shape or dtype differ. Random operators and factors that
+are not unique (`svd`, `qr`, ...) are left out. "Before" is without the
+[replacements](patches.md) of mmdevplug.""",
         summary=[
             'device',
             'torch',
@@ -49,10 +50,11 @@ at all (int64), or if shape or dtype differ. Random operators and factors that a
         heading='# 数值：哪些算子与 CPU 的结果相同',
         links='[English](../en/numbers.md) | 简体中文',
         intro="""\
-如果您在 GPU 以外的设备上训练，或编写加速器，请阅读本页。PyTorch 自带的算子样例（OpInfo）分别在设备
-和 CPU 上运行：输出，以及其加权和的梯度。数值与最大值相比偏差超过 1e-3（float32）、5e-2（bfloat16）或
-有任何偏差（int64），或形状、dtype 不同，即为不同。随机算子和结果不唯一的分解（`svd`、`qr` 等）不在
-其中。“之前”指没有 mmdevplug 的[替换](patches.md)。""",
+如果您在 GPU 以外的设备上训练，或编写加速器，请阅读本页。PyTorch
+自带的算子样例（OpInfo）分别在设备和 CPU 上运行：输出，以及其加权和的梯度。
+数值与最大值相比偏差超过 1e-3（float32）、5e-2（bfloat16）或有任何偏差（int64），或形状、dtype
+不同，即为不同。随机算子和结果不唯一的分解（`svd`、`qr` 等）不在其中。“之前”指没有 mmdevplug
+的[替换](patches.md)。""",
         summary=['设备', 'torch', '算子', '算子与 dtype', '样例', '之前不同', '现在不同', '报错'],
         notes="""\
 - 这里各设备都在主机上计算：torch_xla 与 TorchTPU 使用 XLA 的 CPU 编译器，`lazy` 使用 PyTorch；
