@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parent / 'numbers'
 DEVICES = dict(xla='torch_xla', lazy='lazy', tpu='TorchTPU', zeta='PrivateUse1')
 LANGUAGES: Dict[str, Dict[str, Any]] = dict(
     en=dict(
-        heading='# Numbers: which operators compute what the CPU computes',
+        heading='# Numbers: operators that differ from the CPU',
         links='English | [简体中文](../zh_cn/numbers.md)',
         intro="""\
 Read this page if you train on a device that is not a GPU, or write an accelerator. PyTorch's
@@ -47,7 +47,7 @@ are not unique (`svd`, `qr`, ...) are left out. "Before" is without the
 """,
     ),
     zh_cn=dict(
-        heading='# 数值：哪些算子与 CPU 的结果相同',
+        heading='# 数值：与 CPU 结果不同的算子',
         links='[English](../en/numbers.md) | 简体中文',
         intro="""\
 如果您在 GPU 以外的设备上训练，或编写加速器，请阅读本页。PyTorch

@@ -27,9 +27,9 @@ LANGUAGES: Dict[str, Dict[str, Any]] = dict(
         suffix='',
         heading="# MMEngine's assumptions about devices",
         intro="""\
-Read this page to see which parts of MMEngine 0.10.7 fail on your kind of device, and what
-mmdevplug does instead. For each row and device a test runs MMEngine alone and then with mmdevplug,
-in 2 ranks over gloo (last column: over the card's own backend).""",
+Read this page to see which parts of MMEngine 0.10.7 fail on your kind of device, and how
+mmdevplug replaces them. For each row and device a test runs MMEngine alone and then with
+mmdevplug, in 2 ranks over gloo (last column: over the card's own backend).""",
         titles=('#', 'in mmengine', 'MMEngine by itself', 'with mmdevplug'),
         works='works',
         failed='**fails**',
@@ -37,7 +37,7 @@ in 2 ranks over gloo (last column: over the card's own backend).""",
         none='none',
         named='—',
         notes="""\
-- *works*: MMEngine does what the third column says, and with mmdevplug what the fourth says.
+- *works*: the third column holds for MMEngine, and the fourth with mmdevplug.
 - *as MMEngine*: MMEngine is right on this device.
 - *none*: the device has no such function. Lazy devices have no cache to empty, PJRT's CPU client
   reports no memory, and the T20's package has no functions for memory, seeds or profiles.
@@ -67,9 +67,9 @@ MMEngine needs pkg_resources for `_base_ = 'mmdet::...'`, which setuptools 81 re
 `mmdevplug train mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py` works without it, also in `_base_`
 and `read_base()`. In another script, write `__import__('mmdevplug').base_config('gcu')`
 or the path of a file.""",
-        evidence='## What MMEngine said by itself',
+        evidence='## Outputs of MMEngine by itself',
         chosen='Each row is from the last device whose cell above says *works*.',
-        said='said or did',
+        said='output or state',
         measured='Measured with {}.',
         again='## To measure again',
     ),
