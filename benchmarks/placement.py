@@ -199,10 +199,11 @@ def tables(found: Dict[str, Any], language: str) -> Dict[str, str]:
 
     def cell(row: Dict[str, Any]) -> str:
         theirs, ours, best = (figure(row[key]) for key in ('accelerate', 'ours', 'best'))
+        better = [best] if best != ours else []
         if row['accelerate'] is not None and theirs != ours:
             first = row['accelerate'] < row['ours']
             theirs, ours = (f'**{theirs}**', ours) if first else (theirs, f'**{ours}**')
-        return ' / '.join([theirs, ours, best])
+        return ' / '.join([theirs, ours, *better])
 
     lines: Dict[Any, List[str]] = {}
     for row in found['rows']:

@@ -26,12 +26,15 @@ TEXTS: Dict[str, Dict[str, Any]] = dict(
         heading='# Command line',
         other='English | [简体中文](../zh_cn/command_line.md)',
         intro="""\
-`mmdevplug COMMAND --help` prints what stands here. `python -m mmdevplug` does the same as
-`mmdevplug`, and `tools/train.py` and `tools/test.py` take the arguments of `train` and `test`.
-`mmdevplug --version` prints the releases of mmdevplug, MMEngine and PyTorch.
+Read this page to look up an argument; `mmdevplug COMMAND --help` prints the same.
+`python -m mmdevplug` equals `mmdevplug`. `tools/train.py` and `tools/test.py` take the arguments
+of `train` and `test`. `mmdevplug --version` prints the releases of mmdevplug, MMEngine and
+PyTorch.
 
-The exit status is 0 if all went well, 1 after an error, 2 if an argument is wrong, and 128 + the
-number of a signal that ended the job, for example 143 for SIGTERM.""",
+The exit status is 0 after success, 1 after an error, and 2 after a wrong argument. A signal
+makes it 128 + its number, for example 143 after SIGTERM.""",
+        shared='These arguments are the same as in `train`: {}.',
+        comma=', ',
         titles=('argument', 'values', 'default', 'meaning'),
         values=dict(flag='', text='text', number='number', integer='integer'),
         optional='{} (may be left out)',
@@ -42,12 +45,14 @@ number of a signal that ended the job, for example 143 for SIGTERM.""",
         heading='# 命令行',
         other='[English](../en/command_line.md) | 简体中文',
         intro="""\
-`mmdevplug COMMAND --help` 打印的就是本页的内容。`python -m mmdevplug` 与 `mmdevplug` 相同；
-`tools/train.py` 和 `tools/test.py` 接受 `train` 和 `test` 的参数。`mmdevplug --version` 打印
-mmdevplug、MMEngine 和 PyTorch 的版本。
+查找参数时请阅读本页；`mmdevplug COMMAND --help` 打印同样的内容。`python -m mmdevplug`
+与 `mmdevplug` 相同。`tools/train.py` 和 `tools/test.py` 接受 `train` 和 `test` 的参数。
+`mmdevplug --version` 打印 mmdevplug、MMEngine 和 PyTorch 的版本。
 
-一切正常时退出状态为 0，出错时为 1，参数有误时为 2；被信号结束时为 128 加信号编号，例如
-SIGTERM 为 143。""",
+一切正常时退出状态为 0，出错时为 1，参数有误时为 2；被信号结束时为 128 加信号编号，例如 SIGTERM 为
+143。""",
+        shared='下列参数与 `train` 相同：{}。',
+        comma='、',
         titles=('参数', '取值', '默认值', '含义'),
         values=dict(flag='', text='文本', number='数', integer='整数'),
         optional='{}（可以省略）',
@@ -182,14 +187,21 @@ def _values(action: argparse.Action, texts: Dict[str, Any]) -> str:
 def render(texts: Dict[str, Any]) -> List[str]:
     """The parts of the page in one language."""
     page = [texts['heading'], texts['other'], texts['intro']]
-    for name, parser in commands().items():
+    parsers = commands()
+    of_train = list(rows('train', parsers['train'], texts))
+    for name, parser in parsers.items():
+        listed = list(rows(name, parser, texts))
+        shared = [row for row in listed if name != 'train' and row in of_train]
         told = texts['descriptions'][name] if 'descriptions' in texts else parser.description
         page += [
             f'## `mmdevplug {name}`',
             f'```bash\n{EXAMPLES[name]}\n```',
             told if told.endswith(('.', '。')) else f'{told}.',
-            table(texts['titles'], list(rows(name, parser, texts))),
+            table(texts['titles'], [row for row in listed if row not in shared]),
         ]
+        if shared:
+            names = texts['comma'].join(row[0] for row in shared)
+            page.append(texts['shared'].format(names))
     return page
 
 

@@ -11,15 +11,15 @@ RESULTS = Path(__file__).parent / 'numbers'
 DEVICES = dict(xla='torch_xla', lazy='lazy', tpu='TorchTPU', zeta='PrivateUse1')
 LANGUAGES: Dict[str, Dict[str, Any]] = dict(
     en=dict(
-        heading='# Numbers: which operators compute what the CPU computes',
+        heading='# Numbers: operators that differ from the CPU',
         links='English | [简体中文](../zh_cn/numbers.md)',
         intro="""\
-For whoever trains on a device that is not a GPU, or writes an accelerator. PyTorch's own
-samples (OpInfo) of its operators are computed on a device and on the CPU: outputs, and
-gradients of their weighted sum. An operator differs where a value is off by more than 1e-3 of
-the largest (float32), 5e-2 (bfloat16), or at all (int64), or where shape or dtype is another.
-Operators that draw random numbers, and factors that are not unique (`svd`, `qr`, ...), are left
-out. Before means without the [replacements](patches.md) of mmdevplug.""",
+Read this page if you train on a device that is not a GPU, or write an accelerator. PyTorch's
+own samples (OpInfo) run on a device and on the CPU: outputs, and gradients of their weighted
+sum. An operator differs if a value is off by more than 1e-3 of the largest (float32), 5e-2
+(bfloat16), or at all (int64), or if shape or dtype differ. Random operators and factors that
+are not unique (`svd`, `qr`, ...) are left out. "Before" is without the
+[replacements](patches.md) of mmdevplug.""",
         summary=[
             'device',
             'torch',
@@ -31,45 +31,45 @@ out. Before means without the [replacements](patches.md) of mmdevplug.""",
             'raise errors',
         ],
         notes="""\
-- The devices compute on the host here: torch_xla and TorchTPU by XLA's compiler for the CPU,
-  `lazy` by PyTorch, the PrivateUse1 card is the stand-in of the tests. A TPU may differ
-  elsewhere.
-- [`mmdevplug check`](check.md) compares one training step of your model with the CPU, and finds
-  what no table has.
+- All devices compute on the host here: torch_xla and TorchTPU with XLA's compiler for the CPU,
+  `lazy` with PyTorch; the PrivateUse1 card is a stand-in. A TPU may differ elsewhere.
+- [`mmdevplug check`](check.md) compares one training step of your model with the CPU.
 - `topk`, `kthvalue` and `cummax` choose another of equal values.
-- An error is no difference: it names what to leave out.""",
+- An error is no difference: its message names the operator.""",
         device='## {}',
         none='None differs.',
-        columns=['operator', 'dtypes', 'samples', 'what differs'],
+        columns=['what differs', 'dtypes', 'operators, samples that differ'],
+        comma=', ',
         again="""\
 ## To measure again
 
-`make test-numbers` measures all of them in about twenty minutes, and writes this page. For another
-accelerator:
+`make test-numbers` takes about twenty minutes and writes this page. For another accelerator:
 """,
     ),
     zh_cn=dict(
-        heading='# 数值：哪些算子与 CPU 的结果相同',
+        heading='# 数值：与 CPU 结果不同的算子',
         links='[English](../en/numbers.md) | 简体中文',
         intro="""\
-适用于在 GPU 以外的设备上训练的人，以及编写加速器的人。把 PyTorch 自带的算子样例（OpInfo）分别
-在设备和 CPU 上计算：输出，以及其加权和的梯度。数值与最大值相比偏差超过 1e-3（float32）、5e-2（
-bfloat16）或有任何偏差（int64），或形状、dtype 不同，即为不同。抽取随机数的算子和结果不唯一的分
-解（`svd`、`qr` 等）不在其中。“之前”指没有 mmdevplug 的[替换](patches.md)。""",
+如果您在 GPU 以外的设备上训练，或编写加速器，请阅读本页。PyTorch
+自带的算子样例（OpInfo）分别在设备和 CPU 上运行：输出，以及其加权和的梯度。
+数值与最大值相比偏差超过 1e-3（float32）、5e-2（bfloat16）或有任何偏差（int64），或形状、dtype
+不同，即为不同。随机算子和结果不唯一的分解（`svd`、`qr` 等）不在其中。“之前”指没有 mmdevplug
+的[替换](patches.md)。""",
         summary=['设备', 'torch', '算子', '算子与 dtype', '样例', '之前不同', '现在不同', '报错'],
         notes="""\
-- 这里各设备都在主机上计算：torch_xla 与 TorchTPU 使用 XLA 的 CPU 编译器，`lazy` 由 PyTorch 计算，
-  PrivateUse1 卡是测试用的替身。 TPU 可能在别处不同。
-- [`mmdevplug check`](check.md) 把您的模型的一步训练与 CPU 比较，能发现表中没有的问题。
+- 这里各设备都在主机上计算：torch_xla 与 TorchTPU 使用 XLA 的 CPU 编译器，`lazy` 使用 PyTorch；
+  PrivateUse1 卡是替身。TPU 可能在别处不同。
+- [`mmdevplug check`](check.md) 把您的模型的一步训练与 CPU 比较。
 - `topk`、`kthvalue` 与 `cummax` 在相等的值中选了另一个。
-- 报错不算不同：它会说明应去掉什么。""",
+- 报错不算不同：它会指出算子。""",
         device='## {}',
         none='没有不同。',
-        columns=['算子', 'dtype', '样例', '不同之处'],
+        columns=['不同之处', 'dtype', '算子及不同的样例数'],
+        comma='、',
         again="""\
 ## 重新测量
 
-`make test-numbers` 用约二十分钟测量全部并写出本页。其他加速器：
+`make test-numbers` 用约二十分钟测量并写出本页。其他加速器：
 """,
     ),
 )
@@ -85,24 +85,22 @@ def load(name: str) -> Dict[str, Any]:
     return json.loads(path.read_text(encoding='utf-8')) if path.exists() else {}
 
 
-def grouped(rows: List[Dict[str, Any]]) -> List[List[str]]:
-    """A line for each operator."""
-    lines: Dict[str, Dict[str, Any]] = {}
+def grouped(rows: List[Dict[str, Any]], comma: str) -> List[List[str]]:
+    """A line for all operators with the same dtypes and the same differences."""
+    operators: Dict[str, Dict[str, Any]] = {}
     for row in rows:
-        line = lines.setdefault(row['operator'], dict(dtypes=[], differ=0, samples=0, what=[]))
-        line['dtypes'].append(row['dtype'])
-        line['differ'] += row['differ']
-        line['samples'] += row['samples']
-        line['what'] += [each for each in row['what'] if each not in line['what']]
-    return [
-        [
-            f'`{name}`',
-            ', '.join(line['dtypes']),
-            f'{line["differ"]}/{line["samples"]}',
-            '; '.join(line['what']),
-        ]
-        for name, line in lines.items()
-    ]
+        found = operators.setdefault(
+            row['operator'], dict(dtypes=[], differ=0, samples=0, what=[])
+        )
+        found['dtypes'].append(row['dtype'])
+        found['differ'] += row['differ']
+        found['samples'] += row['samples']
+        found['what'] += [each for each in row['what'] if each not in found['what']]
+    lines: Dict[Any, List[str]] = {}
+    for name, found in operators.items():
+        key = ('; '.join(found['what']), ', '.join(found['dtypes']))
+        lines.setdefault(key, []).append(f'`{name}` {found["differ"]}/{found["samples"]}')
+    return [[*key, comma.join(names)] for key, names in lines.items()]
 
 
 def render(texts: Dict[str, Any]) -> List[str]:
@@ -125,7 +123,7 @@ def render(texts: Dict[str, Any]) -> List[str]:
             ]
         )
         parts.append(texts['device'].format(title))
-        lines = grouped(now['different'])
+        lines = grouped(now['different'], texts['comma'])
         parts.append(table(texts['columns'], lines) if lines else texts['none'])
     return [
         texts['heading'],

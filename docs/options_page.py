@@ -18,51 +18,48 @@ TEXTS: Dict[str, Dict[str, Any]] = dict(
     en=dict(
         heading='# Options',
         intro="""\
-The options of `accelerator`, `model_parallel`, `sharding`, `model_wrapper_cfg` and
-`default_hooks.checkpoint`.
-A value that an option cannot have is refused when the job starts, and so is an unknown name; the
-message suggests the nearest.
+Read this page to look up an option of `accelerator`, `model_parallel`, `sharding`,
+`model_wrapper_cfg` or `default_hooks.checkpoint`. A job refuses impossible values and unknown
+names at its start, and suggests the nearest.
 
 ## Options of `accelerator`
 
-The config key `accelerator` holds the name of an accelerator, or a dict with its `type`, arguments
-of that accelerator, and the options below. `DeviceRunner` reads it.""",
+The config key `accelerator` is the name of an accelerator, or a dict with its `type`, its
+arguments and these options.""",
         after='`mmdevplug check CONFIG` names wrong values before a job starts.',
         titles=('option', 'values', 'default', 'meaning'),
         model_parallel='## Options of `model_parallel`',
         model_parallel_intro="""\
-The key may also be `True` or `False`, which is `enable` alone; without the key a model stays on
-one device. See [models over several devices](model_parallel.md).""",
+The key may also be `True` or `False` for `enable` alone; without it a model stays on one device.
+See [models over several devices](model_parallel.md).""",
         required='required',
         sections={
             'sharding': """\
 ## Options of `sharding`
 
-The key may also be `True`, which is all defaults. See [sharded training](sharding.md).""",
+The key may also be `True` for all defaults. See [sharded training](sharding.md).""",
             'model_wrapper_cfg': """\
 ## Options of the model wrapper
 
-`model_wrapper_cfg = dict(type='DeviceDistributedDataParallel', grad_compression='bf16')` is how
-they are written; `DeviceSeparateDistributedDataParallel` takes the same. Both also take the
-arguments of MMEngine's and PyTorch's wrapper.""",
+Write `model_wrapper_cfg = dict(type='DeviceDistributedDataParallel', grad_compression='bf16')`;
+`DeviceSeparateDistributedDataParallel` takes the same. Both also take the arguments of MMEngine's
+and PyTorch's wrapper.""",
             'default_hooks.checkpoint': """\
 ## Options of checkpoints
 
-`SafeCheckpointHook`, which takes the place of MMEngine's `CheckpointHook`, takes these besides the
-arguments of that hook. See [resuming](resuming.md).""",
+`SafeCheckpointHook` replaces MMEngine's `CheckpointHook` and takes these besides its arguments.
+See [resuming](resuming.md).""",
         },
     ),
     zh_cn=dict(
         heading='# 选项',
         intro="""\
-以下配置键的选项：`accelerator`、`model_parallel`、`sharding`、`model_wrapper_cfg` 和
-`default_hooks.checkpoint`。
-选项的取值不可能或名称未知时，作业在启动时拒绝，报错给出最接近的名称。
+查找 `accelerator`、`model_parallel`、`sharding`、`model_wrapper_cfg` 或 `default_hooks.checkpoint`
+的选项时请阅读本页。作业在启动时拒绝不可能的取值和未知的名称，并给出最接近的名称。
 
 ## `accelerator` 的选项
 
-配置键 `accelerator` 是加速器的名称，或一个字典，其中有 `type`、该加速器的参数以及下列选项。
-由 `DeviceRunner` 读取。""",
+配置键 `accelerator` 是加速器的名称，或一个字典，其中有 `type`、该加速器的参数以及下列选项。""",
         after='`mmdevplug check CONFIG` 在作业开始之前指出错误的取值。',
         titles=('选项', '取值', '默认值', '含义'),
         model_parallel='## `model_parallel` 的选项',
@@ -91,10 +88,10 @@ arguments of that hook. See [resuming](resuming.md).""",
             'accelerator.backend': 'torch.distributed 的后端，优先于 '
             "`env_cfg.dist_cfg.backend`。`'auto'` 仅在 `env_cfg` 的后端适合该设备时使用它。",
             'accelerator.compilations': '在惰性设备上记录 `device/compiles`；编译不止时警告。',
-            'accelerator.host_losses': '在惰性设备上，检测器和分割器的头是否根据网络输出的副本'
-            "在主机上计算损失。`'auto'`：损失中的形状取决于数值、否则每个 batch 都要重新编译时。",
-            'accelerator.initial_weights': "模型最初的权重在哪里抽取：`'host'` 在同一种子下"
-            "使所有设备得到相同的权重，`'device'` 得到只用 MMEngine 时在该设备上抽取的权重。"
+            'accelerator.host_losses': '在惰性设备上，检测器和分割器的头在主机上计算损失。'
+            "`'auto'`：损失中的形状取决于数值时。",
+            'accelerator.initial_weights': '最初的权重在哪里抽取：'
+            "`'host'` 使所有设备得到相同的权重，`'device'` 得到只用 MMEngine 时的权重。"
             "`'auto'`：CUDA 上在设备上，其他设备以及分布在多个设备上的模型在主机上。"
             '分片的模型总是在主机上抽取。',
             'accelerator.memory': '记录主机内存，翻倍时警告；'
@@ -103,9 +100,9 @@ arguments of that hook. See [resuming](resuming.md).""",
             '或多个尺寸，取能容纳该批的最小者。',
             'accelerator.preemption': '收到 SIGTERM、SIGINT、SIGHUP 和 SIGUSR1 '
             '时保存检查点并结束。',
-            'accelerator.resume_settings': '恢复的检查点与配置的优化器或调度器设置不同时：'
+            'accelerator.resume_settings': '检查点与配置的优化器或调度器设置不同时：'
             "`'checkpoint'` 保留检查点的设置，`'config'` 采用配置的设置，"
-            '调度器位于训练已到达的步数。警告会列出这些设置。',
+            '位于当前步数。警告会列出这些设置。',
             'model_parallel.enable': '模型是否分到多个设备上；`None` 由设备与训练所需内存决定。',
             'model_parallel.devices': "每个进程使用多少个设备，或设备名称，如 `'cuda:0-3'`；"
             '`None` 表示全部。',

@@ -13,6 +13,8 @@ from tables import table
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / 'sites'
+#: Characters that the page shows of an output.
+SHOWN = 100
 
 COMMANDS = """```bash
 MMDEVPLUG_RESULTS=docs/sites python -m pytest tests/sites -m "not cuda and not xla and not tpu"
@@ -25,12 +27,9 @@ LANGUAGES: Dict[str, Dict[str, Any]] = dict(
         suffix='',
         heading="# MMEngine's assumptions about devices",
         intro="""\
-Every place where MMEngine 0.10.7 assumes a kind of device: what it does by itself where the
-assumption does not hold, and what it does with mmdevplug. MMEngine is not edited. For each row and
-each kind of device a test runs MMEngine alone first and then ours, in 2 ranks over gloo, or over
-the card's own backend in the last column. *Works*: MMEngine does what the third column says, and
-ours what the fourth says. *As MMEngine*: MMEngine is right there already. The other cells are
-explained below the table.""",
+Read this page to see which parts of MMEngine 0.10.7 fail on your kind of device, and how
+mmdevplug replaces them. For each row and device a test runs MMEngine alone and then with
+mmdevplug, in 2 ranks over gloo (last column: over the card's own backend).""",
         titles=('#', 'in mmengine', 'MMEngine by itself', 'with mmdevplug'),
         works='works',
         failed='**fails**',
@@ -38,35 +37,21 @@ explained below the table.""",
         none='none',
         named='—',
         notes="""\
-- *works*: MMEngine by itself does what the third column says, and with mmdevplug what the fourth
-  says.
-- *as MMEngine*: MMEngine is right there already. In the last column, whose card and backend
-  MMEngine knows by name, tests look at MMEngine by itself and at ours.
-- *none*: there is nothing of the kind. The CPU and lazy devices have no cache to empty; PJRT's CPU
-  client reports no memory, and the published interface of the T20's package has no functions
-  for memory, for seeds or for profiles (`ProfilerHook` warns); `CPU_NUM_DEVICES` is no list of
-  devices.
-- *—*: is about devices that MMEngine names, or about a vendor's backend. In the column of the
-  PrivateUse1 card those rows were run on a card named `npu` with a backend that MMEngine does not
-  know.
-- The stand-ins are described in [tests/standins](../../tests/standins/README.md). torch_xla runs
-  on PJRT's CPU client. No Ascend card was at hand: `torch_npu` and `hccl` are stand-ins, too. Row
-  26 is not about a device's name, but costs executions.""",
+- *works*: the third column holds for MMEngine, and the fourth with mmdevplug.
+- *as MMEngine*: MMEngine is right on this device.
+- *none*: the device has no such function. Lazy devices have no cache to empty, PJRT's CPU client
+  reports no memory, and the T20's package has no functions for memory, seeds or profiles.
+- *—*: the row is about another device or a vendor's backend. In the column of the PrivateUse1 card
+  the card of these rows is named `npu`.
+- [tests/standins](../../tests/standins/README.md) describes the stand-ins; `torch_npu` and `hccl`
+  are stand-ins, too. torch_xla runs on PJRT's CPU client.""",
         how="""\
 ## How
 
-Most of it needs no change of MMEngine: a runner, wrappers and hooks of ours take the places of
-MMEngine's (`CheckpointHook`, `EmptyCacheHook`, `IterTimerHook`, `ProfilerHook`, `LogProcessor`),
-and your config keeps its names. What other packages import by name is patched when a job starts,
-never at import, and `restore_mmengine()` restores it: the value that `get_device` returns, the
-index types of `InstanceData`, the device in names of log files, `load_state_dict`, `autocast`, and
-on lazy devices the accuracy of heads of mmseg; loaders of checkpoints are registered anew.
-`torch.load` is patched while a checkpoint is loaded or `init_weights` of a model runs, for the
-calling thread alone. Collectives are not patched: where gloo refuses the tensors of the device,
-the process group is one of [our backend `staged`](staged.md), which takes them.
-[The list of all patches](patches.md) has the reason for each and how long it is active.
-
-For MMEngine without a runner, for inference for example, call it yourself:
+Our runner, wrappers and hooks take the places of MMEngine's, and your config keeps its names. The
+rest are patches, from the start of a job to `restore_mmengine()`: see
+[the list of all patches](patches.md). Where gloo refuses tensors of the device, the process group
+is [our backend `staged`](staged.md). Without a runner, for example in inference, patch yourself:
 
 ```python
 import mmdevplug
@@ -78,12 +63,13 @@ DetInferencer('rtmdet-tiny')  # computes there, and runs no code from the checkp
 
 ## Configs of packages
 
-MMEngine finds `_base_ = 'mmdet::...'` with pkg_resources, which setuptools has no longer since
-release 81. `mmdevplug train mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py` does without it, also in
-the `_base_` of a config and for `read_base()`. With another script, `_base_` can hold
-`__import__('mmdevplug').base_config('gcu')`, which asks nobody, and the path of a file.""",
-        evidence='## What MMEngine said by itself',
-        said='said or did',
+MMEngine needs pkg_resources for `_base_ = 'mmdet::...'`, which setuptools 81 removed.
+`mmdevplug train mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py` works without it, also in `_base_`
+and `read_base()`. In another script, write `__import__('mmdevplug').base_config('gcu')`
+or the path of a file.""",
+        evidence='## Outputs of MMEngine by itself',
+        chosen='Each row is from the last device whose cell above says *works*.',
+        said='output or state',
         measured='Measured with {}.',
         again='## To measure again',
     ),
@@ -91,10 +77,9 @@ the `_base_` of a config and for `read_base()`. With another script, `_base_` ca
         suffix='_zh',
         heading='# MMEngine 对设备的假设',
         intro="""\
-MMEngine 0.10.7 中所有假设设备种类之处：假设不成立时它自身的行为，以及使用 mmdevplug 后的行为。
-不修改 MMEngine。对每一行与每种设备，测试先单独运行 MMEngine，再运行我们的实现（2 个 rank，gloo；
-最后一列使用该卡自己的后端）。*可用*：MMEngine 如第三列所述，我们如第四列所述。
-*同 MMEngine*：MMEngine 在此处本来就正确。其余单元格在表后说明。""",
+若想知道 MMEngine 0.10.7 的哪些部分在您的设备上失败，以及 mmdevplug 的做法，请阅读本页。对每一行与
+每种设备，测试先单独运行 MMEngine，再与 mmdevplug 一起运行（2 个 rank，gloo；最后一列使用该卡自己的
+后端）。""",
         titles=('#', 'mmengine 中的位置', 'MMEngine 自身', '使用 mmdevplug'),
         works='可用',
         failed='**失败**',
@@ -103,28 +88,18 @@ MMEngine 0.10.7 中所有假设设备种类之处：假设不成立时它自身�
         named='—',
         notes="""\
 - *可用*：MMEngine 自身的行为如第三列所述，使用 mmdevplug 后如第四列所述。
-- *同 MMEngine*：MMEngine 在此已经正确。最后一列的卡与后端是 MMEngine 指名的，测试既检查 MMEngine
-  自身，也检查我们的实现。
-- *无*：不存在此类功能。CPU 与惰性设备没有可清空的缓存；PJRT 的 CPU 客户端不提供内存信息，T20 的包
-  公开的接口没有内存、种子或性能分析函数（`ProfilerHook` 会警告）；`CPU_NUM_DEVICES` 不是设备列表。
-- *—*：涉及 MMEngine 指名的设备或原生后端。在 PrivateUse1 卡一列中，这些行在名为 `npu` 的卡与
-  MMEngine 不认识的后端上运行。
-- 替身的说明见 [tests/standins](../../tests/standins/README.md)。torch_xla 运行在 PJRT 的 CPU
-  客户端上。手头没有昇腾卡：`torch_npu` 与 `hccl` 同样是替身。
-  第 26 行与设备名称无关，但会增加执行次数。""",
+- *同 MMEngine*：MMEngine 在此设备上正确。
+- *无*：设备没有此类功能。惰性设备没有可清空的缓存，PJRT 的 CPU 客户端不提供内存信息，T20 的包没有
+  内存、种子或性能分析函数。
+- *—*：该行涉及另一种设备或厂商后端。在 PrivateUse1 卡一列中，这些行的卡名为 `npu`。
+- 替身的说明见 [tests/standins](../../tests/standins/README.md)；`torch_npu` 与 `hccl` 同样是替身。
+  torch_xla 运行在 PJRT 的 CPU 客户端上。""",
         how="""\
 ## 实现方式
 
-大部分无需改动 MMEngine：我们的 runner、封装器与钩子代替 MMEngine 的（`CheckpointHook`、
-`EmptyCacheHook`、`IterTimerHook`、`ProfilerHook`、`LogProcessor`），配置中的名称不变。其他包按名称
-导入的函数在作业启动时（绝不在导入时）打补丁，`restore_mmengine()` 可恢复：`get_device`
-的返回值、`InstanceData` 的索引类型、日志文件名中的设备、`load_state_dict`、
-`autocast`，以及惰性设备上 mmseg 解码头的准确率函数；检查点的加载器则重新注册。
-`torch.load` 仅在加载检查点或模型的 `init_weights` 运行期间有补丁，且只影响调用它的线程。
-集合通信函数没有补丁：gloo 不接收设备张量时，进程组使用[我们的后端 `staged`](staged.md)，由它接收。
-[全部补丁的列表](patches.md)写明每个补丁的原因和有效期。
-
-不使用 runner 时（例如推理），请自行调用：
+我们的 runner、封装器与钩子代替 MMEngine 的，配置中的名称不变。其余是补丁，从作业启动到
+`restore_mmengine()` 有效：见[全部补丁的列表](patches.md)。gloo 不接收设备张量时，进程组使用
+[我们的后端 `staged`](staged.md)。不使用 runner 时（例如推理），请自行打补丁：
 
 ```python
 import mmdevplug
@@ -136,11 +111,12 @@ DetInferencer('rtmdet-tiny')  # 在该设备上计算，且不执行检查点中
 
 ## 包中的配置
 
-MMEngine 用 pkg_resources 查找 `_base_ = 'mmdet::...'`，而 setuptools 自 81 版起不再提供它。
-`mmdevplug train mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py` 不需要它，配置的 `_base_` 与
-`read_base()` 也一样。使用其他脚本时，`_base_` 可写文件路径，以及不查找任何包的
-`__import__('mmdevplug').base_config('gcu')`。""",
+MMEngine 用 pkg_resources 处理 `_base_ = 'mmdet::...'`，而 setuptools 81 已将其移除。
+`mmdevplug train mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py` 不需要它，`_base_` 与
+`read_base()` 中也一样。使用其他脚本时，请写 `__import__('mmdevplug').base_config('gcu')`
+或文件路径。""",
         evidence='## MMEngine 自身的输出',
+        chosen='每一行取自上表中为*可用*的最后一种设备。',
         said='输出或行为',
         measured='测量环境：{}。',
         again='## 重新测量',
@@ -168,7 +144,8 @@ def render(
             texts['notes'],
             texts['how'],
             texts['evidence'],
-            table(['#', '', texts['said']], _evidence(columns, shown, rows, titles)),
+            texts['chosen'],
+            table(['#', texts['said']], _evidence(columns, shown, rows)),
             texts['again'],
             COMMANDS,
         ]
@@ -181,10 +158,7 @@ def _status(cell: Dict[str, Any]) -> str:
 
 
 def _evidence(
-    columns: Dict[str, Dict[str, Any]],
-    shown: List[str],
-    rows: Dict[int, Any],
-    titles: Dict[str, str],
+    columns: Dict[str, Dict[str, Any]], shown: List[str], rows: Dict[int, Any]
 ) -> List[List[str]]:
     """What a test saw of each row, on the last of the devices where MMEngine is not right."""
     lines = []
@@ -192,7 +166,9 @@ def _evidence(
         wrong = [n for n in shown if columns[n]['rows'][str(number)]['status'] == 'works']
         name = next(n for n in reversed(wrong) if 'stock' in columns[n]['rows'][str(number)])
         said = _plain(columns[name]['rows'][str(number)]['stock'])
-        lines.append([str(number), titles[name], f'`{said}`'])
+        if len(said) > SHOWN:
+            said = f'{said[:SHOWN].rstrip()}…'
+        lines.append([str(number), f'`{said}`'])
     return lines
 
 

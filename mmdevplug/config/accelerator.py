@@ -21,36 +21,34 @@ class AcceleratorOptions(Options):
     device: Union[Dict[str, Any], Any] = field(default_factory=dict)
     backend: Optional[str] = option(
         None,
-        'Backend of torch.distributed, which wins over `env_cfg.dist_cfg.backend`. '
-        "`'auto'` takes that of `env_cfg` only where it suits the device.",
+        'Backend of torch.distributed; it overrides `env_cfg.dist_cfg.backend`. '
+        "`'auto'` takes the backend of `env_cfg` only if it suits the device.",
         accepts="None, 'auto', str",
     )  # checked by accelerators/backend.py, since every accelerator takes others
     compilations: bool = flag(
-        True, 'On a lazy device: log `device/compiles`, and warn where compiling does not end.'
+        True, 'On a lazy device: log `device/compiles`, and warn if compiling does not end.'
     )
     host_losses: Union[bool, str] = option(
         'auto',
-        'On a lazy device: whether heads of detectors and segmentors compute their losses on the '
-        "host, from copies of the network's outputs. `'auto'`: where shapes in the loss depend on "
-        'values, so that each batch would be compiled anew.',
+        'On a lazy device: heads of detectors and segmentors compute their losses on the host. '
+        "`'auto'`: if shapes in the loss depend on values.",
         accepts="'auto', bool",
         check=choice('auto', True, False),
     )
     initial_weights: str = option(
         'auto',
-        "Where a model's first weights are drawn: `'host'` gives equal ones on all devices for "
-        "one seed, `'device'` those that MMEngine alone draws there. `'auto'`: on the device with "
-        'CUDA, on the host elsewhere and for a model over several devices. Those of a sharded '
-        'model are always drawn on the host.',
+        "Place where first weights are drawn: `'host'` gives equal weights on all devices, "
+        "`'device'` the weights of MMEngine alone. `'auto'`: the device for CUDA, the host "
+        'elsewhere and for a model over several devices. Sharded models always use the host.',
         check=choice('auto', 'host', 'device'),
     )
     memory: bool = flag(
-        True, 'Log memory of the host, and warn if it doubles; log that of each device of several.'
+        True, "Log memory of the host, and of each of several devices; warn if the host's doubles."
     )
     pad_to: Optional[PadTo] = option(
         None,
-        'Size to which the images of a batch are padded: a multiple, one size, or several '
-        'of which the smallest is taken that holds the batch.',
+        'Size of padded images: a multiple, one size, or several, of which a batch takes the '
+        'smallest that holds it.',
         accepts='None, int, (int, int), [(int, int), ...]',
         read=read_pad_to,
     )
@@ -59,9 +57,9 @@ class AcceleratorOptions(Options):
     )
     resume_settings: str = option(
         'checkpoint',
-        'Where a checkpoint that is resumed and the config differ in settings of optimizers or '
-        "schedulers: `'checkpoint'` keeps those of the checkpoint, `'config'` takes the "
-        "config's, with schedules at the step that training has reached. A warning names them.",
+        'If the checkpoint and the config differ in settings of optimizers or schedulers: '
+        "`'checkpoint'` keeps the checkpoint's, `'config'` takes the config's, at the current "
+        'step. A warning names them.',
         check=choice('checkpoint', 'config'),
     )
 

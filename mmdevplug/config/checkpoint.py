@@ -15,11 +15,11 @@ class CheckpointOptions(Options):
 
     async_save: bool = flag(
         False,
-        'Whether a thread of rank 0 writes while training goes on; training waits only '
-        'for a copy in host memory. An error is raised at the next checkpoint, or at the end.',
+        'A thread of rank 0 writes while training continues; training waits only for a copy in '
+        'host memory. An error is raised at the next checkpoint, or at the end.',
     )
     resumable_best: bool = flag(
         False,
-        'Whether files of `save_best` hold what resuming needs, like all others: states of '
-        'optimizers, schedulers and random numbers.',
+        'Files of `save_best` have the states of optimizers, schedulers and random numbers, so '
+        'that training can resume from them.',
     )

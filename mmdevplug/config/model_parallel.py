@@ -40,25 +40,25 @@ class ModelParallelOptions(Options):
 
     enable: Optional[bool] = option(
         None,
-        'Whether the model is spread over several devices; `None` decides by the devices '
-        'and the memory that training needs.',
+        'Spread the model over several devices; `None` decides by the devices and the memory of '
+        'training.',
         accepts='None, bool',
     )
     devices: Any = option(
         None,
-        "How many devices each process takes, or their names, e.g. `'cuda:0-3'`; `None` for all.",
+        "Devices of each process: a number, or names, e.g. `'cuda:0-3'`; `None` for all.",
         accepts='None, int, str, list',
     )
     strategy: str = option(
         'balanced',
-        "How the plan is made: the best contiguous split, HF accelerate's map if it is "
-        "even enough, or accelerate's map.",
+        "The plan: the best contiguous split, HF accelerate's map if it is even enough, or "
+        "accelerate's map.",
         accepts="'balanced', 'dynamic', 'auto'",
     )
     max_memory: Optional[Dict[Any, Any]] = option(
         None,
-        "Memory that the plan may use on each device, e.g. `{'cuda:0': '10GB'}`; `None` "
-        'for what the devices have.',
+        "Memory of each device for the plan, e.g. `{'cuda:0': '10GB'}`; `None` for the memory "
+        'of the devices.',
         accepts='None, dict',
     )
     no_split: Any = option(
@@ -71,8 +71,8 @@ class ModelParallelOptions(Options):
     )
     force_balance: Optional[bool] = option(
         None,
-        'What follows from an uneven plan: `None`: a warning, and an error if a device gets '
-        'nothing; `True`: always an error; `False`: a device may be left out.',
+        'For an uneven plan: `None`: a warning, and an error if a device gets nothing; '
+        '`True`: always an error; `False`: a device may be left out.',
         check=FLAG,
         read=lambda value, key: value if value is None or not FLAG.holds(value) else bool(value),
     )
@@ -87,8 +87,8 @@ class ModelParallelOptions(Options):
     )
     guard: Optional[str] = option(
         'move',
-        'What `DeviceGuard` does about an operation that mixes devices: move operands, '
-        'warn, or stop; `None` for no guard.',
+        'For an operation that mixes devices, `DeviceGuard` moves operands, warns, or stops; '
+        '`None` for no guard.',
         check=choice(*GUARD_POLICIES, None),
     )
     check_r_consistency: bool = flag(

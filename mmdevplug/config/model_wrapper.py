@@ -16,22 +16,20 @@ class WrapperOptions(Options):
 
     bucket_cap_mb: Optional[float] = option(
         None,
-        'Size of a message in MB; `None` for 5 where gradients pass through the host, 16 where '
-        "its ranks share memory (less over several hosts), 8 on lazy devices, and PyTorch's own "
-        'elsewhere.',
+        'Size of a message in MB; `None`: 5 if gradients pass through the host, 16 if ranks share '
+        "memory (less over several hosts), 8 on lazy devices, PyTorch's own elsewhere.",
         check=positive(zero=True, most=1e6),
     )
     grad_compression: str = option(
         'none',
-        "What travels instead of float32: `'bf16'` is PyTorch's hook, for slow links between "
-        'hosts; other hooks are for `register_comm_hook`.',
+        "Replaces float32 in messages: `'bf16'` is PyTorch's hook, for slow links between hosts; "
+        'register other hooks with `register_comm_hook`.',
         check=choice('none', 'bf16'),
     )
     nonfinite_grads: Optional[str] = option(
         None,
-        'What all ranks do when one has NaN or infinite gradients: stop and name the rank '
-        'and parameters, or go on. A gradient scaler, which skips by itself, has precedence. '
-        "`None` for `'stop'` where gradients pass through the host, at no cost, and for "
-        "`'ignore'` elsewhere.",
+        'After NaN or infinite gradients of a rank, all ranks stop and name the rank and '
+        'parameters, or continue. A gradient scaler skips by itself, and has precedence. '
+        "`None`: `'stop'` if gradients pass through the host, at no cost; `'ignore'` elsewhere.",
         check=choice('stop', 'ignore'),
     )

@@ -31,14 +31,14 @@ class ShardingOptions(Options):
     )
     ranks: Optional[int] = option(
         None,
-        'Ranks that hold one copy of the model together, of which the others hold more copies; '
+        'Ranks that hold one copy of the model together; other ranks hold more copies; '
         '`None`: all ranks.',
         check=whole(1),
     )
     reshard_after_forward: bool = flag(
         True,
-        'Whether blocks are freed after the forward pass, and gathered again in backward; '
-        '`False` takes memory and sends a third less.',
+        'Free blocks after the forward pass, and gather them again in backward; `False` takes '
+        'memory and sends a third less.',
     )
     mixed_precision: Optional[str] = option(
         None,
@@ -48,13 +48,13 @@ class ShardingOptions(Options):
     )
     offload: bool = flag(
         False,
-        'Whether weights, gradients and states of the optimizer are in host memory, where the '
-        'optimizer computes: a card holds the blocks that compute. No effect on the CPU.',
+        'Keep weights, gradients and states of the optimizer in host memory, where the optimizer '
+        'computes: a card holds the blocks that compute. No effect on the CPU.',
     )
     sharded_checkpoint: bool = flag(
         False,
-        'Whether each rank writes its shards of a checkpoint into a folder beside the `.pth` '
-        'file, which has the rest; resumes on any number of ranks.',
+        'Each rank writes its shards of a checkpoint into a folder beside the `.pth` file, which '
+        'has the rest; it resumes on any number of ranks.',
     )
 
     @classmethod
