@@ -20,6 +20,7 @@ ROOMS = [
     'gradients',
     'checkpoint',
     'sharding',
+    'spmd',
     'model_parallel',
     'data',
     'model',

@@ -10,6 +10,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 import torch
 from torch import Tensor
 
+from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
 from .base import Copies, devices_of
@@ -29,13 +30,33 @@ def _xlac() -> Any:
     return torch_xla._XLAC
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Whether the chips of one process have a part each of a tensor."""
+    on_chips = tensor.device.type == 'xla'
+    return on_chips and 'devices=' in _xlac()._get_xla_sharding_spec(tensor)
+
+
+def _join(tensor: Tensor) -> Tensor:
+    """Copy a tensor of which each chip has a part; torch_xla's own copy compiles a graph."""
+    _xm().wait_device_ops()  # shards of a graph that still runs cannot be read
+    (shards,) = _xlac()._get_local_shards([tensor.detach()])
+    parts = [part for part, _ in shards]
+    for dim, size in enumerate(tensor.shape):
+        if parts[0].shape[dim] < size:
+            return torch.cat(parts, dim)
+    return parts[0]
+
+
 class XLACopies(Copies):
     """Copies of many tensors in one transfer."""
 
     def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
         fetched: Dict[int, Tensor] = {}
+        for i, tensor in enumerate(tensors):
+            if is_divided(tensor):
+                fetched[i] = _join(tensor)
         for device in devices_of(tensors):
-            here = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+            here = [i for i, x in enumerate(tensors) if x.device == device and i not in fetched]
             copies = _xlac()._xla_get_cpu_tensors([tensors[i] for i in here])
             fetched.update(zip(here, copies))
         return [fetched[i].detach() for i in range(len(tensors))]
@@ -88,13 +109,23 @@ class XLACompilation(LazyCompilation):
 
 @ACCELERATORS.register_module(name='xla')
 class XLAAccelerator(LazyAccelerator):
-    """Devices of torch_xla, through PJRT."""
+    """Devices of torch_xla, through PJRT.
+
+    Args:
+        spmd (bool): Whether this process drives all chips of the host as one device, among which
+            the compiler divides each graph. Defaults to False: one chip for each process.
+    """
 
     name = 'xla'
     package = 'torch_xla'
     copies = cached_property(XLACopies)
     compilation = cached_property(XLACompilation)
     _chosen_by_torch_xla = False
+
+    def __init__(self, spmd: bool = False) -> None:
+        if not isinstance(spmd, bool):
+            raise AcceleratorError(f'accelerator.spmd={spmd!r}: expected True or False.')
+        self.spmd = spmd
 
     @property
     def visible_devices_env(self) -> str:  # type: ignore[override]
@@ -125,6 +156,11 @@ class XLAAccelerator(LazyAccelerator):
     def device_count(self) -> int:
         import torch_xla.runtime as xr
 
+        if self.spmd and not xr.is_spmd():
+            xr.use_spmd()
+            _refuse_several_hosts(xr)
+        if xr.is_spmd():
+            return 1  # which stands for all
         local_world_size = int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
         if xr.device_type() == 'TPU' and local_world_size > 1:
             # The processes of a host share its chips; before the runtime starts.
@@ -159,9 +195,9 @@ class XLAAccelerator(LazyAccelerator):
         try:
             return dict(_xm().get_memory_info(device or _xm().xla_device()))
         except RuntimeError as error:
-            if 'UNIMPLEMENTED' not in str(error):
+            if 'UNIMPLEMENTED' not in str(error) and not self.spmd:
                 raise
-            return {}  # PJRT's CPU client keeps no statistics.
+            return {}  # PJRT's CPU client keeps no statistics, nor does the device of all chips.
 
     def trace(self, folder: str) -> Optional[AbstractContextManager]:
         import torch_xla.debug.profiler as profiler
@@ -178,6 +214,14 @@ class XLAAccelerator(LazyAccelerator):
 
     def load_rng(self, state: bytes, device: torch.device) -> None:
         _xm().set_rng_state(int.from_bytes(state, 'little'), str(device))
+
+
+def _refuse_several_hosts(xr: Any) -> None:
+    if xr.process_count() > 1:
+        raise AcceleratorError(
+            f'accelerator.spmd=True, but the chips belong to {xr.process_count()} processes: one '
+            f'has to drive them all. Start one process, or leave spmd out.'
+        )
 
 
 @contextmanager

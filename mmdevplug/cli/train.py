@@ -14,7 +14,7 @@ from mmdevplug.checks.config_file import check_checkpoint
 from mmdevplug.checks.findings import Finding, Section
 from mmdevplug.checks.isolated import run_isolated
 from mmdevplug.environments.torchrun import AGENT
-from mmdevplug.errors import DevPlugError, ModelError
+from mmdevplug.errors import DevPlugError, LaunchError, ModelError
 
 from . import say as print_line
 from .arguments import Parser
@@ -46,6 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
         action='store_true',
         help='shard the model over the ranks, which hold a part of its weights each',
     )
+    parser.add_argument(
+        '--spmd',
+        action='store_true',
+        help='drive all chips of torch_xla from one process, which divides each batch among them',
+    )
     parser.add_argument('--amp', action='store_true', help='train with mixed precision')
     parser.add_argument(
         '--auto-scale-lr', action='store_true', help='scale the learning rate with the batch'
@@ -66,6 +71,11 @@ def main(argv: Optional[List[str]] = None) -> None:
     if args.compare_with_cpu and AGENT not in os.environ and os.getenv('RANK', '0') == '0':
         _compare_first(argv)
     if starts_processes(args):
+        if args.spmd:
+            raise LaunchError(
+                '--spmd drives all chips of a host from one process, but several were asked for. '
+                'Leave --nproc and --nnodes out.'
+            )
         from .launch import launch  # which a rank does without
 
         launch('mmdevplug.cli.train', argv, args)
@@ -83,6 +93,8 @@ def configure(args: argparse.Namespace) -> Config:
         from mmdevplug.optim.adapt_config import use_amp
 
         use_amp(cfg)
+    if args.spmd:
+        cfg.accelerator.spmd = True
     if args.sharded:
         cfg.sharding = cfg.get('sharding') or True
     if args.auto_scale_lr:

@@ -7,24 +7,47 @@ from mmdevplug.model.placement import WHOLE, Placement
 
 
 def choose_placement(
-    model_parallel: Any, sharding: Any, model: Any, optim_wrapper: Any, scope: Optional[str]
+    model_parallel: Any,
+    sharding: Any,
+    model: Any,
+    optim_wrapper: Any,
+    scope: Optional[str],
+    device: Any = None,
 ) -> Placement:
-    """Choose; the arguments are those of :class:`DeviceRunner`.
+    """Choose; the arguments are those of :class:`DeviceRunner`, and the accelerator's config.
 
     Raises:
-        ModelError: If both keys ask for a placement.
+        ModelError: If two keys ask for a placement.
     """
+    spmd = _asks_for_spmd(device, sharding)
     spread: Optional[Placement] = None
     if model_parallel not in (None, False):
         from mmdevplug.model_parallel.apply_options import Parallelism
 
         spread = Parallelism.from_config(model_parallel, model, optim_wrapper, scope)
-    if sharding in (None, False):
+    if sharding in (None, False) and not spmd:
         return spread or WHOLE
     if spread is not None:
+        other = 'accelerator.spmd' if spmd else 'sharding'
         raise ModelError(
-            'sharding and model_parallel: each arranges the model its own way. Keep one.'
+            f'{other} and model_parallel: each arranges the model its own way. Keep one.'
         )
+    if spmd:
+        from mmdevplug.spmd.placement import Spmd
+
+        return Spmd(sharding)
     from mmdevplug.sharding import Sharding
 
     return Sharding(sharding)
+
+
+def _asks_for_spmd(device: Any, sharding: Any) -> bool:
+    """Whether one process drives all chips; sharded weights on torch_xla are had in no other way.
+
+    ``device`` is the config of the accelerator, which learns it.
+    """
+    if not isinstance(device, dict):
+        return bool(getattr(device, 'spmd', False))
+    if sharding not in (None, False) and device.get('type') == 'xla':
+        device.setdefault('spmd', True)
+    return bool(device.get('spmd'))

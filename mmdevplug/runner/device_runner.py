@@ -119,7 +119,8 @@ class DeviceRunner(Runner):
         model = kwargs['model'] if 'model' in kwargs else next(iter(args), None)
         others = kwargs.get('optim_wrapper'), kwargs.get('default_scope')
         #: Where the weights of the model are.
-        self.placement = choose_placement(model_parallel, sharding, model, *others)
+        device = self.accelerator_options.device
+        self.placement = choose_placement(model_parallel, sharding, model, *others, device)
         super().__init__(*args, **kwargs)
 
     @classmethod

@@ -77,7 +77,8 @@ class Sharding(Placement):
         _refuse(
             context.accelerator.compilation.lazy,
             f'on {device}: FSDP2 frees gathered weights between operations, and those of a lazy '
-            f'device have no memory before a graph runs. Use model_parallel, or an eager device',
+            f'device have no memory before a graph runs. On torch_xla one process divides them: '
+            f"accelerator=dict(type='xla', spmd=True). Elsewhere use model_parallel",
         )
         _refuse(not is_at_least(needed), f'needs PyTorch {needed}; found {version}. Upgrade')
         streams = on_host or hasattr(getattr(torch, device.type, 0), 'Stream')

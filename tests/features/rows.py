@@ -277,7 +277,12 @@ def row_config(name, accelerator, work_dir, reference=False):
 
 
 def train_row(name, accelerator, work_dir, reference=False):
-    """Train a row.
+    """Train a row; see :func:`train_config`."""
+    return train_config(row_config(name, accelerator, work_dir, reference))
+
+
+def train_config(cfg, *hooks):
+    """Train the config of a row.
 
     Returns:
         dict: The weights by name as arrays, with those of the EMA and what validations told.
@@ -290,9 +295,10 @@ def train_row(name, accelerator, work_dir, reference=False):
 
     from .parts import KeepMetrics
 
-    runner = DeviceRunner.from_cfg(row_config(name, accelerator, work_dir, reference))
+    runner = DeviceRunner.from_cfg(cfg)
     metrics, told = KeepMetrics(), Told()
-    runner.register_hook(metrics)
+    for hook in (metrics, *hooks):
+        runner.register_hook(hook)
     runner.logger.handlers[:] = [told]  # of many runners in one process, none prints
     runner.train()
     model = getattr(runner.model, 'module', runner.model)

@@ -1,0 +1,152 @@
+"""One process that drives all chips trains what one process with the whole batch trains."""
+
+import pytest
+
+from tests.features.rows import ROWS, train_rows
+from tests.jobs import largest_difference
+from tests.ranks import RanksFailed, run_ranks
+from tests.xla.spmd_jobs import (
+    CHIPS,
+    SAVED,
+    TWO_CHIPS,
+    spmd_config,
+    train_row_from,
+    train_rows_on_chips,
+    train_saving,
+)
+
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
+
+NAMES = ['clip_norm', 'accumulation', 'ema', 'amp', 'sync_bn', 'unused', 'collect_results']
+SHARDED = ['adamw', 'clip_norm', 'ema']
+
+
+@pytest.fixture(scope='module')
+def reference(tmp_path_factory):
+    """What one process on the CPU trains with the whole batch."""
+    names = sorted({*NAMES, *SHARDED})
+    (found,) = run_ranks(train_rows, 0, names, 'cpu', tmp_path_factory.mktemp('cpu'), True)
+    return found
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('whole')
+    (found,) = run_ranks(train_rows_on_chips, 0, NAMES, folder, **TWO_CHIPS)
+    return found
+
+
+@pytest.fixture(scope='module')
+def sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('sharded')
+    (found,) = run_ranks(_train_sharded, 0, SHARDED, folder, **TWO_CHIPS)
+    return found
+
+
+def _train_sharded(names, folder):
+    return train_rows_on_chips(names, folder, sharding=True, **SAVED)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_weights_are_those_of_one_process(whole, reference, name):
+    difference = largest_difference(whole[name]['weights'], reference[name]['weights'])
+    assert difference < ROWS[name].tolerance
+
+
+@pytest.mark.parametrize('name', SHARDED)
+def test_divided_weights_are_those_of_one_process(sharded, reference, name):
+    difference = largest_difference(sharded[name]['weights'], reference[name]['weights'])
+    assert difference < ROWS[name].tolerance
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_an_iteration_is_one_execution(whole, name):
+    assert whole[name]['executions'] == [(1, 0)] * 5
+
+
+@pytest.mark.parametrize('name', SHARDED)
+def test_an_iteration_with_divided_weights_is_one_execution(sharded, name):
+    assert sharded[name]['executions'] == [(1, 0)] * 5
+
+
+def test_a_chip_holds_its_part_of_divided_weights_and_states(sharded, whole):
+    for share in sharded['adamw']['shares']:
+        assert share == pytest.approx(1 / CHIPS, abs=0.01)
+    assert whole['clip_norm']['shares'] == (1, 1)
+
+
+def _resume(folder, path):
+    return train_row_from('adamw', 'spmd', folder, path, sharding=True)
+
+
+def _resume_on(accelerator, folder, path):
+    return train_row_from('adamw', accelerator, folder, path)
+
+
+def test_a_training_goes_on_from_its_file_and_from_that_of_one_process(
+    tmp_path, tmp_path_factory, sharded, reference
+):
+    path = next(tmp_path_factory.getbasetemp().glob('sharded*/adamw/iter_10.pth'))
+    (again,) = run_ranks(_resume, 0, tmp_path, path, **TWO_CHIPS)
+    assert largest_difference(again['weights'], sharded['adamw']['weights']) == 0
+    # One process reads it, and N ranks do, which read the same state.
+    (on_cpu,) = run_ranks(_resume_on, 0, 'cpu', tmp_path / 'cpu', path)
+    assert largest_difference(on_cpu['weights'], reference['adamw']['weights']) < 1e-5
+    for rank in run_ranks(_resume_on, 2, 'cpu', tmp_path / 'ranks', path):
+        assert largest_difference(rank['weights'], reference['adamw']['weights']) < 1e-5
+    run_ranks(train_saving, 0, 'adamw', 'cpu', tmp_path / 'saved')
+    path = tmp_path / 'saved' / 'adamw' / 'iter_10.pth'
+    (on_chips,) = run_ranks(_resume, 0, tmp_path / 'chips', path, **TWO_CHIPS)
+    assert largest_difference(on_chips['weights'], reference['adamw']['weights']) < 1e-5
+
+
+def _train_undivided(folder):
+    """With batches of 13 samples of one chip, less than a whole one at the end of the data."""
+    changes = spmd_config('sync_bn', folder).train_dataloader
+    changes.update(batch_size=13, sampler=dict(type='DefaultSampler', shuffle=False))
+    changes.dataset.indices = 77
+    schedule = dict(by_epoch=True, max_epochs=2, val_interval=10)
+    found = train_rows_on_chips(['sync_bn'], folder, train_dataloader=changes, train_cfg=schedule)
+    return found['sync_bn']
+
+
+def _train_undivided_on_cpu(folder):
+    from tests.features.rows import row_config, train_config
+
+    cfg = row_config('sync_bn', 'cpu', folder, True)
+    cfg.train_dataloader.update(batch_size=26, sampler=dict(type='DefaultSampler', shuffle=False))
+    cfg.train_dataloader.dataset.indices = 77
+    cfg.pop('train_cfg')
+    cfg.train_cfg = dict(by_epoch=True, max_epochs=2, val_interval=10)
+    return train_config(cfg)
+
+
+def test_a_batch_that_cannot_be_divided_is_computed_whole(tmp_path):
+    (expected,) = run_ranks(_train_undivided_on_cpu, 0, tmp_path / 'cpu')
+    (found,) = run_ranks(_train_undivided, 0, tmp_path, **TWO_CHIPS)
+    assert largest_difference(found['weights'], expected['weights']) < 1e-5
+    assert any('a batch of 25 cannot be divided among 2 chips' in line for line in found['told'])
+
+
+def _build(changes, folder):
+    from mmdevplug.runner import DeviceRunner
+
+    cfg = spmd_config('sgd', folder, **changes)
+    DeviceRunner.from_cfg(cfg)
+
+
+@pytest.mark.parametrize(
+    ('ranks', 'changes', 'words'),
+    [
+        (2, {}, '2 processes were started'),
+        (0, dict(accelerator=dict(type='xla', spmd='yes')), "accelerator.spmd='yes'"),
+        (0, dict(accelerator=dict(type='cpu', spmd=True)), 'an option it does not take'),
+        (0, dict(sharding=dict(offload=True)), 'sharding has offload'),
+        (0, dict(model_parallel=dict(enable=True)), 'accelerator.spmd and model_parallel'),
+        (0, dict(train_dataloader=dict(dataset=None)), 'no batch_size'),
+    ],
+    ids=['ranks', 'value', 'accelerator', 'options', 'model_parallel', 'batch_size'],
+)
+def test_is_refused(tmp_path, ranks, changes, words):
+    with pytest.raises(RanksFailed, match=words):
+        run_ranks(_build, ranks, changes, tmp_path, **TWO_CHIPS)
