@@ -34,8 +34,6 @@ class DeviceContext:
     #: Whether :func:`mmdevplug.init_device` set it up. Under a stock runner the device may still
     #: change, when that runner starts its process group.
     final: bool = True
-    #: Another one that :func:`enter_rank_device` was asked for since, e.g. to patch MMEngine.
-    override: Optional[Accelerator] = None
     #: Dtypes of 64 bits that the device does not keep.
     unsupported_64bit_dtypes: Tuple[str, ...] = ()
 
@@ -98,9 +96,33 @@ def set_device_context(context: Optional[DeviceContext]) -> None:
 
 
 def current_accelerator() -> Accelerator:
-    """The accelerator of this process, or else the one that detection finds."""
+    """The accelerator of this process, or else the one that detection finds; chooses no device."""
     context = PROCESS.context
-    return get_accelerator('auto') if context is None else context.override or context.accelerator
+    return get_accelerator('auto') if context is None else context.accelerator
+
+
+def rank_context() -> DeviceContext:
+    """Where this rank computes; under a stock runner its device is chosen and made current first.
+
+    For code without a runner; a runner has a context of its own, see :func:`context_of`.
+    """
+    context = PROCESS.context
+    if context is None:
+        return _enter(*choose_accelerator())
+    if context.final or context.env == group_env():
+        return context
+    return _enter(context.accelerator, context.reason)  # a process group has started since
+
+
+def context_of(runner: Any) -> DeviceContext:
+    """The context that a runner was built with, or of this rank for a stock runner."""
+    context = getattr(runner, 'device_context', None)
+    return rank_context() if context is None else context
+
+
+def group_timeout() -> timedelta:
+    """The timeout of the process group, or PyTorch's default where others started it."""
+    return PROCESS.context.timeout if PROCESS.context else DEFAULT_TIMEOUT
 
 
 def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.device]:
@@ -111,44 +133,36 @@ def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, to
             :func:`mmdevplug.accelerators.choose_accelerator`. Defaults to None: what
             :func:`mmdevplug.init_device` set up, or else what detection finds.
     """
-    context = device_context()
-    if context is None or config is not None:
-        accelerator, reason = choose_accelerator(config)
-    elif context.final:
-        return context.accelerator, context.device
-    else:
-        accelerator, reason = context.accelerator, context.reason
-    distributed = torch_dist.is_available() and torch_dist.is_initialized()
+    context = rank_context() if config is None else _enter(*choose_accelerator(config))
+    return context.accelerator, context.device
+
+
+def _enter(accelerator: Accelerator, reason: str) -> DeviceContext:
+    """Make this rank's device of an accelerator the current one, and that of the context."""
+    context = PROCESS.context
+    if context is None or not context.final:
+        context = DeviceContext(accelerator, reason, torch.device('cpu'), group_env(), final=False)
+    elif accelerator is context.accelerator:
+        return context
     # The CPU has room for every rank, so a missing LOCAL_RANK is no error there.
-    alone = accelerator.shares_devices or not distributed
+    alone = accelerator.shares_devices or not _in_group()
     device = accelerator.device(0 if alone else read_local_rank())
     accelerator.set_device(device)
-    if context is None or not context.final:
-        env = group_env() if distributed else LaunchEnv()
-        set_device_context(DeviceContext(accelerator, reason, device, env, final=False))
-    else:
-        set_device_context(replace(context, override=accelerator))
-    return accelerator, device
+    context = replace(
+        context, accelerator=accelerator, reason=reason, device=device, more_devices=()
+    )
+    set_device_context(context)
+    return context
 
 
-def rank_device() -> Tuple[Accelerator, torch.device]:
-    """The accelerator and the device of this rank; under a stock runner they are chosen first."""
-    context = PROCESS.context
-    if context is not None and context.final:
-        return context.accelerator, context.device
-    return enter_rank_device()
-
-
-def rank_devices() -> Tuple[torch.device, ...]:
-    """All devices of this rank's model: one, unless the model is spread over several."""
-    context = device_context()
-    if context is None or not context.final:
-        return (rank_device()[1],)
-    return context.devices
+def _in_group() -> bool:
+    return torch_dist.is_available() and torch_dist.is_initialized()
 
 
 def group_env() -> LaunchEnv:
-    """The place of this process in a process group that another package started."""
+    """The place of this process in a process group that another package started, if any."""
+    if not _in_group():
+        return LaunchEnv()
     return LaunchEnv(
         rank=torch_dist.get_rank(), world_size=torch_dist.get_world_size(), local_world_size=None
     )

@@ -17,7 +17,7 @@ from mmengine.hooks import EarlyStoppingHook, Hook, SyncBuffersHook
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from mmdevplug.accelerators import rank_device, rank_devices
+from mmdevplug.accelerators import rank_context
 from mmdevplug.accelerators.random_states import random_state, set_random_state
 from mmdevplug.data.resumable_loader import has_state, make_resumable
 from mmdevplug.distributed.byte_exchange import gather_bytes
@@ -215,7 +215,7 @@ def warn_of_unused(states: Mapping[str, Any]) -> None:
 def gather_states(participants: Participants) -> Dict[str, Any]:
     """Collect the states of all ranks for the key :data:`KEY`; all ranks take part."""
     stream = io.BytesIO()
-    states = copy_to_host(participants.state_dict(), rank_device()[0])
+    states = copy_to_host(participants.state_dict(), rank_context().accelerator)
     save_with_warning(states, stream, 'a state of this rank')
     ranks = [torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)]
     if get_world_size() > 1:
@@ -286,9 +286,10 @@ class RandomStates:
 
     def state_dict(self, renew: bool = True) -> Dict[str, Any]:
         """Note the states as they are now, for :meth:`restore`, too."""
+        context = rank_context()
         if renew:
-            rank_device()[0].renew_rng()
-        self._saved = random_state(rank_device()[0], rank_devices())
+            context.accelerator.renew_rng()
+        self._saved = random_state(context.accelerator, context.devices)
         return self._saved
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
@@ -302,16 +303,18 @@ class RandomStates:
             only_lazy (bool): Whether to restore that of a lazy device alone. It moves with
                 executions, of which a resumed run may have other numbers in a validation.
         """
-        accelerator, device = rank_device()
+        context = rank_context()
+        accelerator = context.accelerator
         if self._saved is None or (only_lazy and not accelerator.compilation.lazy):
             return
         state = self._saved
         if only_lazy:
-            state = dict(random_state(accelerator, rank_devices()), device=state['device'])
-        left = set_random_state(state, accelerator, rank_devices())
+            state = dict(random_state(accelerator, context.devices), device=state['device'])
+        left = set_random_state(state, accelerator, context.devices)
         if left is not None and not only_lazy:
             log_warning(
-                f'Random numbers on {device} differ from those of an uninterrupted run: {left}.'
+                f'Random numbers on {context.device} differ from those of an uninterrupted run: '
+                f'{left}.'
             )
 
 

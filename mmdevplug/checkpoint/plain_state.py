@@ -29,7 +29,7 @@ from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
-from mmdevplug.accelerators import rank_device
+from mmdevplug.accelerators import rank_context
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 
@@ -334,7 +334,7 @@ def _put(owner: Owner, name: str, value: Any, on_device: bool) -> None:
     if on_device:
         module = owner.value if isinstance(owner.value, nn.Module) else nn.Module()
         like = now if isinstance(now, Tensor) else next(module.parameters(), None)
-        device = rank_device()[1] if like is None else like.device
+        device = rank_context().device if like is None else like.device
         moved = {key: each.to(device) for key, each in _tensors(value).items()}
         value = copy.deepcopy(value, moved)
     place[name] = value

@@ -20,7 +20,7 @@ from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, Runner
 from torch import nn
 
-from mmdevplug.accelerators import rank_device
+from mmdevplug.accelerators import rank_context
 from mmdevplug.config.checkpoint import CheckpointOptions
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.waiting import run_on_main
@@ -114,7 +114,7 @@ class CheckpointSaver:
 
         def copy(checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict]) -> None:
             self._background.join()  # its copy is freed
-            copied = copy_to_host(checkpoint, rank_device()[0], keep=True)
+            copied = copy_to_host(checkpoint, rank_context().accelerator, keep=True)
             later.append(partial(writing.write_checkpoint, copied, path, backend_args))
 
         token = _WRITE.set(copy if self.options.async_save else write_at_once)
@@ -203,7 +203,9 @@ def save_checkpoint(
 
 def write_at_once(checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict]) -> None:
     """Write what was collected."""
-    writing.write_checkpoint(copy_to_host(checkpoint, rank_device()[0]), path, backend_args)
+    writing.write_checkpoint(
+        copy_to_host(checkpoint, rank_context().accelerator), path, backend_args
+    )
 
 
 #: What writes a checkpoint that was collected, here or in the background.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
+from mmdevplug.accelerators import group_timeout
 from mmdevplug.accelerators.backend import group_device
 from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.staged import staged_group as staged
@@ -33,8 +33,7 @@ def _make(group: AnyGroup) -> staged.StagedProcessGroup:
     staged.register()
     # A lost rank shows here at once, and in the making of a group only after the timeout.
     torch_dist.all_reduce(torch.zeros(1, device=group_device(group)), group=group)
-    context = device_context()
-    timeout = context.timeout if context else DEFAULT_TIMEOUT
+    timeout = group_timeout()
     size = torch_dist.get_world_size(group)
     if not is_at_least('2.0'):
         members = '-'.join(str(get_global_rank(group, rank)) for rank in range(size))

@@ -13,7 +13,7 @@ import torch
 from mmengine import device as mmengine_device
 from mmengine.runner.amp import autocast
 
-from mmdevplug.accelerators import Accelerator, current_accelerator
+from mmdevplug.accelerators import Accelerator, rank_context
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.patching import KEPT, active_patches, patch_symbol
 from mmdevplug.utils.torch_compat import keep_from_tracing
@@ -146,7 +146,7 @@ def _autocast(
     cache_enabled: Optional[bool] = None,
 ) -> Iterator[None]:
     """See :func:`mmengine.runner.amp.autocast`."""
-    accelerator = current_accelerator()
+    accelerator = rank_context().accelerator
     if device_type not in (None, accelerator.name, accelerator.device_type):
         yield from _of_mmengine(device_type, dtype, enabled, cache_enabled)
         return

@@ -7,7 +7,8 @@ from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators import current_accelerator, device_context
+from mmdevplug.accelerators import device_context
+from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.errors import LaunchError
 from tests.jobs import PLAIN, digits_config, install_card, largest_difference, weights_of
 from tests.ranks import run_ranks

@@ -4,8 +4,7 @@ from typing import Any, Union
 
 from torch import Tensor, nn
 
-from mmdevplug.accelerators import Accelerator
-from mmdevplug.accelerators.context import current_accelerator
+from mmdevplug.accelerators import Accelerator, rank_context
 from mmdevplug.patches.deformable_attention import patch_deformable_attention
 from mmdevplug.patches.mmseg import patch_accuracy
 
@@ -57,5 +56,5 @@ class _Scatter:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         image = type(self.scatter).forward(self.scatter, *args, **kwargs)
-        device = current_accelerator().current_device()
+        device = rank_context().accelerator.current_device()
         return ToDevice.apply(None, [image], 0, device, 0, image)[0]
