@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Dict, Optional, Tuple
-from weakref import WeakKeyDictionary
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.environments.launch_variables import LaunchEnv, read_local_rank
-from mmdevplug.utils.annotations import AnyGroup
 
 from .base import Accelerator
 from .detection import AcceleratorConfig, choose_accelerator, get_accelerator
@@ -62,42 +60,28 @@ class DeviceContext:
         return f'{line}. {missing}' if missing else line
 
 
-class Process:
-    """What this process has set up; there is one, :data:`PROCESS`, from its import to its end."""
+class _Process:
+    """What this process has set up, from its import to its end."""
 
-    def __init__(self) -> None:
-        self.context: Optional[DeviceContext] = None
-        #: The :class:`mmdevplug.fault_tolerance.failure_watch.FailureWatch` of a job of ranks.
-        self.watch: Any = None
-        #: Above 0 inside parts of the program that all ranks run together, which may be nested.
-        #: Elsewhere the silence of another rank is no failure.
-        self.waiting = 0
-        self.waiting_since = 0.0  # in seconds of the monotonic clock
-        #: The :class:`mmdevplug.patches.mmcv_ops.patch.OperatorPatch` that is installed.
-        self.mmcv_ops: Any = None
-        self._by_group: WeakKeyDictionary[Any, Dict[str, Any]] = WeakKeyDictionary()
-
-    def of_group(self, group: AnyGroup) -> Dict[str, Any]:
-        """What was made or measured for a process group, kept for as long as the group exists."""
-        return self._by_group.setdefault(torch_dist.group.WORLD if group is None else group, {})
+    context: Optional[DeviceContext] = None
 
 
-PROCESS = Process()
+_PROCESS = _Process()
 
 
 def device_context() -> Optional[DeviceContext]:
     """The context of this process, None before a device was chosen."""
-    return PROCESS.context
+    return _PROCESS.context
 
 
 def set_device_context(context: Optional[DeviceContext]) -> None:
     """Replace the context of this process."""
-    PROCESS.context = context
+    _PROCESS.context = context
 
 
 def current_accelerator() -> Accelerator:
     """The accelerator of this process, or else the one that detection finds; chooses no device."""
-    context = PROCESS.context
+    context = _PROCESS.context
     return get_accelerator('auto') if context is None else context.accelerator
 
 
@@ -106,7 +90,7 @@ def rank_context() -> DeviceContext:
 
     For code without a runner; a runner has a context of its own, see :func:`context_of`.
     """
-    context = PROCESS.context
+    context = _PROCESS.context
     if context is None:
         return _enter(*choose_accelerator())
     if context.final or context.env == group_env():
@@ -122,7 +106,7 @@ def context_of(runner: Any) -> DeviceContext:
 
 def group_timeout() -> timedelta:
     """The timeout of the process group, or PyTorch's default where others started it."""
-    return PROCESS.context.timeout if PROCESS.context else DEFAULT_TIMEOUT
+    return _PROCESS.context.timeout if _PROCESS.context else DEFAULT_TIMEOUT
 
 
 def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.device]:
@@ -139,7 +123,7 @@ def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, to
 
 def _enter(accelerator: Accelerator, reason: str) -> DeviceContext:
     """Make this rank's device of an accelerator the current one, and that of the context."""
-    context = PROCESS.context
+    context = _PROCESS.context
     if context is None or not context.final:
         context = DeviceContext(accelerator, reason, torch.device('cpu'), group_env(), final=False)
     elif accelerator is context.accelerator:

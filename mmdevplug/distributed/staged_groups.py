@@ -8,10 +8,11 @@ from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import group_timeout
 from mmdevplug.accelerators.backend import group_device
-from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.staged import staged_group as staged
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import get_global_rank, is_at_least
+
+from .group_values import values_of_group
 
 
 def staged_counterpart(group: AnyGroup = None) -> staged.StagedProcessGroup:
@@ -23,7 +24,7 @@ def staged_counterpart(group: AnyGroup = None) -> staged.StagedProcessGroup:
     group = torch_dist.group.WORLD if group is None else group
     if isinstance(group, staged.StagedProcessGroup):
         return group
-    made = PROCESS.of_group(group)
+    made = values_of_group(group)
     if 'staged' not in made:
         made['staged'] = _make(group)
     return made['staged']

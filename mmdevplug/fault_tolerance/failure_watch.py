@@ -17,7 +17,6 @@ from typing import Any, Callable, Dict, List, Optional
 
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.environments.torchrun import AGENT
 from mmdevplug.errors import RankFailedError, first_line
@@ -66,6 +65,19 @@ _UNREACHABLE = (
     'its host or the link to it is down, or its process was killed or stopped; look at its log '
     'and at the kernel log of its host'
 )
+
+
+class Process:
+    """What fault tolerance knows of this process; there is one, :data:`PROCESS`."""
+
+    watch: 'Optional[FailureWatch]' = None  #: Of a job of ranks.
+    #: Above 0 inside parts of the program that all ranks run together, which may be nested.
+    #: Elsewhere the silence of another rank is no failure.
+    waiting = 0
+    waiting_since = 0.0  #: In seconds of the monotonic clock.
+
+
+PROCESS = Process()
 
 
 class FailureWatch:
@@ -316,14 +328,14 @@ class FailureWatch:
         self.heartbeat.state = state
         self._wake.set()
 
-    def explain(self, error: RuntimeError) -> RankFailedError:
+    def explain(self, error: Exception) -> RankFailedError:
         """Find out why a connection was lost."""
         try:
             return self._find_culprit(error)
         except RuntimeError as lost:
             return self.store_lost(lost)
 
-    def _find_culprit(self, error: RuntimeError) -> RankFailedError:
+    def _find_culprit(self, error: Exception) -> RankFailedError:
         self.heartbeat.lost_at = describe_error(error)
         self._set_state(LOST)
         if self.watch_store.add(f'failure/{self.attempt}/lost', 1) > _MAX_INVESTIGATORS:
