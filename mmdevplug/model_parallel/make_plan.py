@@ -1,7 +1,6 @@
 """Make a plan of which device holds which part of a model, by one of three methods."""
 
-from functools import wraps
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Union
 
 import torch
 from torch import nn
@@ -24,23 +23,50 @@ STRATEGIES = ('auto', 'balanced', 'dynamic')
 _PLENTY = 2**60
 
 
-def make_plan(
-    model: nn.Module,
-    devices: Devices,
-    strategy: str = 'balanced',
-    max_memory: Union[None, str, Mapping[Any, Size]] = None,
-    no_split: Union[None, str, Iterable[str]] = None,
-    balance_threshold: float = 0.3,
-    force_balance: Optional[bool] = None,
-    exclude_cpu: bool = True,
-    dtype: Union[None, str, torch.dtype] = None,
-    training: bool = False,
-    optimizer: Union[str, int, float] = 'adamw',
-    device_type: Optional[str] = None,
+class PlanOptions(NamedTuple):
+    """What :func:`plan` takes besides a model and devices, unchecked."""
+
+    strategy: str = 'balanced'
+    max_memory: Union[None, str, Mapping[Any, Size]] = None
+    no_split: Union[None, str, Iterable[str]] = None
+    balance_threshold: float = 0.3
+    force_balance: Optional[bool] = None
+    exclude_cpu: bool = True
+    dtype: Union[None, str, torch.dtype] = None
+    training: bool = False
+    optimizer: Union[str, int, float] = 'adamw'
+    device_type: Optional[str] = None
+
+    def check(self) -> None:
+        """Refuse values that fit no model."""
+        if self.strategy not in STRATEGIES:
+            raise PlacementError(
+                f'strategy={self.strategy!r}: expected one of {", ".join(map(repr, STRATEGIES))}.'
+            )
+        threshold = self.balance_threshold
+        number = isinstance(threshold, (int, float)) and threshold is not True
+        if not number or not 0 <= threshold <= 1:
+            raise PlacementError(f'balance_threshold={threshold!r}: expected 0 to 1.')
+        if self.force_balance not in (None, True, False):
+            raise PlacementError(
+                f'force_balance={self.force_balance!r}: expected None, True or False.'
+            )
+
+
+def make_plan(model: nn.Module, devices: Devices, options: PlanOptions) -> DevicePlan:
+    """Plan as :func:`plan` does, which also logs the warning of an uneven plan."""
+    options.check()
+    job = _Job(model, parse_devices(devices, options.device_type, options.exclude_cpu), options)
+    planners = dict(auto=job.auto, balanced=job.balanced, dynamic=job.dynamic)
+    return job.checked(planners[options.strategy]())
+
+
+def plan(
+    model: nn.Module, devices: Devices, strategy: str = 'balanced', **options: Any
 ) -> DevicePlan:
     """Decide which device holds which part of a model. No device need be present.
 
-    An uneven plan has a warning in its ``steps``, which :func:`plan` also logs.
+    A warning is logged for an uneven plan, which is also in its ``steps``.
 
     Args:
         model (nn.Module): Any, on any device, also the meta device. It is not changed.
@@ -68,27 +94,7 @@ def make_plan(
     Raises:
         PlacementError: If an argument is wrong or the model does not fit, with the figures.
     """
-    if strategy not in STRATEGIES:
-        raise PlacementError(
-            f'strategy={strategy!r}: expected one of {", ".join(map(repr, STRATEGIES))}.'
-        )
-    number = isinstance(balance_threshold, (int, float)) and balance_threshold is not True
-    if not number or not 0 <= balance_threshold <= 1:
-        raise PlacementError(f'balance_threshold={balance_threshold!r}: expected 0 to 1.')
-    if force_balance not in (None, True, False):
-        raise PlacementError(f'force_balance={force_balance!r}: expected None, True or False.')
-    names = parse_devices(devices, device_type, exclude_cpu)
-    limits = parse_max_memory(max_memory, names)
-    job = _Job(model, names, limits, strategy, as_dtype(dtype))
-    job.force_balance = force_balance if force_balance is None else bool(force_balance)
-    job.threshold = balance_threshold
-    job.measure(no_split, training, optimizer)
-    return job.checked(getattr(job, strategy)())
-
-
-@wraps(make_plan)
-def plan(*args: Any, **kwargs: Any) -> DevicePlan:
-    made = make_plan(*args, **kwargs)
+    made = make_plan(model, devices, PlanOptions(strategy, **options))
     if made.warning:
         log_warning(made.warning)
     return made
@@ -97,14 +103,8 @@ def plan(*args: Any, **kwargs: Any) -> DevicePlan:
 class _Job:
     """A model, its devices, and the three ways to plan."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        devices: List[str],
-        limits: Dict[str, int],
-        strategy: str,
-        dtype: Optional[torch.dtype],
-    ) -> None:
+    def __init__(self, model: nn.Module, devices: List[str], options: PlanOptions) -> None:
+        self.limits = parse_max_memory(options.max_memory, devices)
         if next(model.parameters(), None) is None:
             raise PlacementError(
                 f'{type(model).__name__} has no parameters: there is nothing to spread.'
@@ -116,24 +116,17 @@ class _Job:
                 f'{", ".join(lazy[:4])} of {type(model).__name__} has no shape yet. Run the model '
                 f'once, then plan.'
             )
-        self.model, self.devices, self.limits = model, devices, limits
-        self.strategy, self.dtype = strategy, dtype
-        self.force_balance: Optional[bool] = None
-        self.threshold = 0.3
+        self.model, self.devices = model, devices
+        self.strategy, self.dtype = options.strategy, as_dtype(options.dtype)
+        force = options.force_balance
+        self.force_balance = force if force is None else bool(force)
+        self.threshold = options.balance_threshold
         #: Whether the last plan is the best split, not accelerate's map.
         self._is_best = True
-
-    def measure(
-        self,
-        no_split: Union[None, str, Iterable[str]],
-        training: bool,
-        optimizer: Union[str, int, float],
-    ) -> None:
-        """Weigh the units."""
-        self.whole = WholeModules(self.model, no_split)
-        self.sizes = module_sizes(self.model, self.dtype, training, optimizer)
-        self.units = find_units(self.model, self.whole)
-        self.groups = group_units(self.units, self.sizes, shared_names(self.model))
+        self.whole = WholeModules(model, options.no_split)
+        self.sizes = module_sizes(model, self.dtype, options.training, options.optimizer)
+        self.units = find_units(model, self.whole)
+        self.groups = group_units(self.units, self.sizes, shared_names(model))
         # What is computed before the first block and kept.
         self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
 
