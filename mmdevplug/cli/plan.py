@@ -5,8 +5,7 @@ from typing import List, Optional
 
 from rich.console import Console
 
-from mmdevplug.checks.config_file import load_file
-from mmdevplug.checks.versions import explain_import
+from mmdevplug.config.load import load_file
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import STRATEGIES, DevicePlan
 from mmdevplug.model_parallel.make_plan import PlanOptions, make_plan
@@ -14,6 +13,7 @@ from mmdevplug.model_parallel.meta_build import build_from_file
 from mmdevplug.model_parallel.parse_devices import parse_devices, parse_max_memory
 from mmdevplug.model_parallel.sizes import DEFAULT_OPTIMIZER, choose_optimizer
 from mmdevplug.utils.atomic_files import check_json, write_json
+from mmdevplug.utils.broken_imports import explain_import
 from mmdevplug.utils.progress import show_progress
 
 from . import say
