@@ -9,11 +9,11 @@ from mmdevplug.patches.torch_load import last_read
 from mmdevplug.utils.annotations import AnyRunner
 
 from . import participants
-from .fitting import adapt_to_hooks, explaining_other_run
+from .check_types import check_types
+from .load_model import adapt_to_hooks, explaining_other_run
 from .participants import Participants, RandomStates, RankBuffers
 from .plain_state import PlainState
-from .progress import Progress, repeat_validation
-from .state_types import check_types
+from .resumed_progress import Progress, repeat_validation
 
 
 class Resume:

@@ -20,7 +20,7 @@ from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import length_of, loader_of
 
-from .fitting import check_complete, check_names, check_optimizer
+from .load_model import check_complete, check_names, check_optimizer
 from .refusals import refusal
 from .saving import by_name, kinds_of
 

@@ -13,7 +13,7 @@ from typing import Callable, List, Optional, Sequence
 from mmengine.config import Config
 
 from mmdevplug.config.load import KeyValueAction, find_unread, load_file, overlay_accelerator
-from mmdevplug.config.prepare import refuse_flexible_runner
+from mmdevplug.config.runner_config import refuse_flexible_runner
 from mmdevplug.environments.launch_variables import (
     LAUNCHERS,
     LaunchEnv,

@@ -20,7 +20,7 @@ from mmdevplug.utils.patching import OWN, patch_symbol
 from .accelerator import AcceleratorOptions, to_dict
 from .base_config import base_config
 from .fields import did_you_mean
-from .prepare import READ_BESIDE
+from .runner_config import READ_BESIDE
 
 _MODULES = dict(zip(MODULE2PACKAGE.values(), MODULE2PACKAGE))
 

@@ -9,12 +9,12 @@ from torch.nn.parameter import is_lazy
 from mmdevplug.errors import PlacementError, first_line
 from mmdevplug.utils.logs import log_warning, quiet
 
-from .blocks import Unit, find_units, group_units, shared_names
+from .best_split import fit
 from .device_plan import WARNING, DevicePlan, PlannedBlock, signature_of
 from .evenness import describe_unevenness, idle_devices
-from .fitting import fit
 from .parse_devices import Devices, Size, parse_devices, parse_max_memory
 from .sizes import as_dtype, module_sizes
+from .units import Unit, find_units, group_units, shared_names
 from .unsplittable import WholeModules
 from .walk_modules import named_tensors, nearest, prefixes
 

@@ -25,8 +25,8 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patching import JOB, KEPT, patch_symbol, restore_patches
 
 from .autocast import patch_autocast, patch_cuda_autocast
+from .metric_results import patch_result_collection
 from .module_device import patch_cuda_calls
-from .results import patch_result_collection
 from .torch_load import safe_loading
 
 #: Devices whose index tensors MMEngine takes, also if it did not find them at its import.

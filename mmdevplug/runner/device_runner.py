@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
-from mmdevplug.checkpoint.fitting import load_model
 from mmdevplug.checkpoint.job import Job, begin_job
+from mmdevplug.checkpoint.load_model import load_model
 from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
 from mmdevplug.checkpoint.resume import Resume
 from mmdevplug.checkpoint.saving import save_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.config.prepare import prepare_config, refuse_misspelt
+from mmdevplug.config.runner_config import prepare_config, refuse_misspelt
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import build_nonempty, check_batches, check_temporary_folder
 from mmdevplug.data.endless import take_for_endless

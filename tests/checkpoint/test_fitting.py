@@ -13,7 +13,7 @@ from mmengine.model import BaseModule
 from mmengine.registry import MODEL_WRAPPERS, RUNNERS
 from torch import nn
 
-from mmdevplug.checkpoint.fitting import load_model
+from mmdevplug.checkpoint.load_model import load_model
 from mmdevplug.errors import CheckpointError
 from mmdevplug.model.inferencers import patch_mmengine
 from mmdevplug.patches.load_weights import load_weights

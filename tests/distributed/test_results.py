@@ -94,7 +94,7 @@ def test_rank_0_gets_what_mmengine_gives_it_without_a_folder(accelerator, tmp_pa
 def collect_videos(folder):
     from mmdet.evaluation.metrics.base_video_metric import collect_tracking_results
 
-    from mmdevplug.patches.results import patch_video_metrics
+    from mmdevplug.patches.metric_results import patch_video_metrics
 
     _, rank = start('cpu', folder)
     patch_video_metrics()

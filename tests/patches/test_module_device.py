@@ -40,7 +40,7 @@ class Generator(BaseModel):
 
 def generate(accelerator):
     from mmdevplug import init_device
-    from mmdevplug.model.prepare import place_model
+    from mmdevplug.model.place_model import place_model
     from mmdevplug.patches.mmengine import restore_mmengine
 
     install_card(accelerator)

@@ -45,7 +45,7 @@ def place_model(
 
         patch_module_device()
     if accelerator.compilation.lazy:
-        from .host.prepare import prepare_for_lazy_device
+        from .host.lazy_model import prepare_for_lazy_device
 
         prepare_for_lazy_device(model, accelerator, host_losses, spread is None)
         _warn_of_checkpointed_dropout(model)
