@@ -27,6 +27,7 @@ ROOMS = [
     'optim',
     'samples',
     'patches',
+    'lazy',
     'distributed',
     'device_guard',
     'accelerators',

@@ -36,7 +36,7 @@ def place_model(
     :data:`.norm_layers.SYNC_BN`, and in a single process no layer is synchronized; a model that
     has nothing to train can be tested, and needs no wrapper; ``spread`` puts
     the model on several devices; ``host_losses`` says which losses a lazy device leaves to the
-    host, see :func:`.host.losses.compute_losses_on_host`, for models on one device.
+    host, see :func:`mmdevplug.lazy.losses.compute_losses_on_host`, for models on one device.
     """
     check_sync_bn(sync_bn)
     accelerator, device = context.accelerator, context.device
@@ -45,7 +45,7 @@ def place_model(
 
         patch_module_device()
     if accelerator.compilation.lazy:
-        from .host.lazy_model import prepare_for_lazy_device
+        from .lazy_model import prepare_for_lazy_device
 
         prepare_for_lazy_device(model, accelerator, host_losses, spread is None)
         _warn_of_checkpointed_dropout(model)
@@ -57,8 +57,9 @@ def place_model(
         if context.backend is not None:
             broadcast_tensors([*model.parameters(), *model.buffers()], accelerator)
         if accelerator.compilation.lazy:
+            from mmdevplug.lazy.predictions import materialize_predictions
+
             from .frozen_bn import give_frozen_gradients
-            from .host.predictions import materialize_predictions
 
             give_frozen_gradients(model)
             materialize_predictions(model, accelerator, context.devices)

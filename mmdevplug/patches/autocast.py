@@ -20,7 +20,7 @@ from mmdevplug.utils.torch_compat import keep_from_tracing
 
 #: Collectives and checks, at which torch.compile would break its graphs. The model and the
 #: optimizer that they call are compiled all the same.
-UNTRACED = 'distributed fault_tolerance gradients hooks model staged'
+UNTRACED = 'distributed fault_tolerance gradients hooks lazy model staged'
 
 #: The devices with a gradient scaler that MMEngine knows; 0.10.0 does not know MUSA.
 _KNOWN = ('cuda', 'npu', 'mlu', 'musa')

@@ -6,11 +6,10 @@ from mmdevplug.accelerators import DeviceContext
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.distributed.process_group import start_distributed
-from mmdevplug.model.inferencers import patch_mmengine
 from mmdevplug.model.placement import Placement
 from mmdevplug.patches.barrier import patch_barrier
 from mmdevplug.patches.mmcv_ops import patch_mmcv_ops
-from mmdevplug.patches.mmengine import patch_device_id
+from mmdevplug.patches.mmengine import patch_device_id, patch_mmengine
 from mmdevplug.utils.host import keep_freed_memory
 from mmdevplug.utils.torch_compat import import_version_module
 

@@ -245,7 +245,7 @@ def test_autocast_is_restored_and_patched_anew():
 def device_id_without_a_runner():
     from mmengine.logging import logger
 
-    from mmdevplug.model.inferencers import patch_mmengine
+    from mmdevplug.patches.mmengine import patch_mmengine
     from tests.jobs import install_card
 
     install_card('zeta')

@@ -198,7 +198,7 @@ def train_detector(
         executions and compilations of the device, by default those of torch_xla.
     """
     from mmdevplug import init_device
-    from mmdevplug.model.host.predictions import training_step
+    from mmdevplug.lazy.predictions import training_step
     from mmdevplug.model.place_model import place_model
     from mmdevplug.optim.device_optim_wrapper import DeviceOptimWrapper
 

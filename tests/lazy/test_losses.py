@@ -10,7 +10,7 @@ from torch import nn
 
 from mmdevplug import init_device
 from mmdevplug.errors import ModelError
-from mmdevplug.model.host.losses import compute_losses_on_host
+from mmdevplug.lazy.losses import compute_losses_on_host
 from mmdevplug.model.place_model import place_model
 from tests.ranks import run_ranks
 

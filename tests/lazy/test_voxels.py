@@ -6,7 +6,7 @@ from mmengine.model import BaseDataPreprocessor, BaseModel
 from torch import nn
 
 from mmdevplug import init_device
-from mmdevplug.model.host.losses import point_encoders
+from mmdevplug.lazy.losses import point_encoders
 from mmdevplug.model.place_model import place_model
 from tests.ranks import run_ranks
 
