@@ -7,8 +7,10 @@ from mmengine.hooks import Hook
 
 from mmdevplug.patches.torch_load import last_read
 from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.loops import validation_follows
 
 from . import participants
+from .best import NUMBERS
 from .check_types import check_types
 from .load_model import adapt_to_hooks, explaining_other_run
 from .participants import Participants, RandomStates, RankBuffers
@@ -44,6 +46,8 @@ class Resume:
         self._saved_here = False
         #: Of the validation that has just ended, while ``after_val_epoch`` of hooks is called.
         self.metrics: Optional[Dict[str, Any]] = None
+        #: The states of all ranks, while a checkpoint is saved.
+        self._states: Optional[Dict[str, Any]] = None
 
     @classmethod
     def of(cls, runner: AnyRunner, hook: Hook) -> 'Resume':
@@ -82,9 +86,10 @@ class Resume:
         if self.file:
             self._settings.compare(checkpoint, filename)
 
-    def take_states(self, checkpoint: Mapping[str, Any]) -> None:
+    def take_states(self, runner: AnyRunner, hook: Hook, checkpoint: Mapping[str, Any]) -> None:
         """Keep the states of this rank, for :meth:`begin`; loaders get theirs now."""
-        if participants.KEY in checkpoint:
+        resumed = (self.file or getattr(runner, '_resume', False)) and self.first is hook
+        if resumed and participants.KEY in checkpoint:
             found = checkpoint[participants.KEY]
             states = participants.states_of_this_rank(found, self.file or str(last_read()))
             self.participants.load_state_dict(states)
@@ -97,13 +102,20 @@ class Resume:
         """Whether training has begun in this runner."""
         return self._plain is not None
 
-    def begin(self, runner: AnyRunner, finished: bool) -> None:
+    def begin(self, runner: AnyRunner, complete: bool, finished: bool) -> None:
         """Restore states when all is built that training needs; validate if that was due.
 
         Args:
             runner (Runner): Before training begins.
+            complete (bool): Whether nothing is left to train.
             finished (bool): Whether the run had come to its end.
         """
+        if complete:
+            begun = f'epoch {runner.epoch} and iteration {runner.iter}: nothing is left to train.'
+            limits = f'max_epochs={runner.max_epochs} or max_iters={runner.max_iters}'
+            said = 'This run was already finished, at' if finished else 'The checkpoint is of'
+            log = runner.logger.info if finished else runner.logger.warning
+            log(f'{said} {begun} Raise {limits} of train_cfg to train longer.')
         if self._plain is None:
             self._plain, self._buffers = PlainState(runner), RankBuffers(runner)
             participants.add_hooks(self.participants, runner)
@@ -142,24 +154,53 @@ class Resume:
             restore()
             self._random.restore()
 
-    def after_iteration(self) -> None:
+    def after_iteration(self, hook: Hook) -> None:
         """Note that a validation may follow, and that nothing is saved yet."""
-        self.validated = self._saved_here = False
+        if self.first is hook:
+            self.validated = self._saved_here = False
 
-    def after_epoch(self) -> None:
-        """Note that a validation may follow."""
-        self.validated = False
+    def after_epoch(self, runner: AnyRunner, hook: Hook) -> None:
+        """Note that a validation may follow, in a loop over epochs."""
+        if self.first is hook and not hasattr(runner.train_loop, 'dataloader_iterator'):
+            self.validated = False
 
-    def after_validation(self) -> None:
-        """Note a validation."""
+    def after_validation(self, metrics: Mapping[str, Any]) -> None:
+        """Note a validation, and the metrics that are numbers."""
+        self.metrics = {k: value for k, value in metrics.items() if isinstance(value, NUMBERS)}
         if self.validated is False:
             self.validated = True
             if self._saved_here:
                 self._random.restore(only_lazy=True)
 
-    def gather(self) -> Optional[Dict[str, Any]]:
-        """The states of all ranks for a checkpoint; None before anything was trained."""
-        if self.validated is None:
-            return None
-        self._saved_here = True
-        return participants.gather_states(self.participants)
+    def nothing_is_due(self, runner: AnyRunner) -> bool:
+        """Whether no validation follows that was not done."""
+        return bool(self.validated) or not validation_follows(runner)
+
+    # saving -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> Dict[str, Any]:
+        """What is known of the validation that follows."""
+        return dict(validated=self.validated, metrics=self.metrics)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.validated, self.metrics = state['validated'], state['metrics']
+
+    @contextmanager
+    def gathered(self, wanted: bool) -> Iterator[None]:
+        """Gather the states of all ranks, if they are wanted and anything was trained.
+
+        Inside, :meth:`add_states` adds them to a checkpoint.
+        """
+        if wanted and self.validated is not None:
+            self._saved_here = True
+            self._states = participants.gather_states(self.participants)
+        try:
+            yield
+        finally:
+            self._states = None
+
+    def add_states(self, checkpoint: Dict[str, Any]) -> None:
+        """Add the gathered states to a checkpoint that holds optimizers."""
+        if self._states is not None and 'optimizer' in checkpoint:
+            checkpoint[participants.KEY] = self._states

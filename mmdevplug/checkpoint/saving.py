@@ -6,6 +6,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache, partial
+from inspect import Parameter, signature
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -14,7 +15,7 @@ import mmengine
 from mmengine.config import Config
 from mmengine.dist import get_rank, is_main_process
 from mmengine.fileio import get_file_backend
-from mmengine.hooks import EMAHook
+from mmengine.hooks import CheckpointHook, EMAHook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, Runner
@@ -22,6 +23,7 @@ from torch import nn
 
 from mmdevplug.accelerators import rank_context
 from mmdevplug.config.checkpoint import CheckpointOptions
+from mmdevplug.config.fields import refuse_unknown
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
@@ -150,13 +152,17 @@ class CheckpointSaver:
                 backend.rmtree(old)  # as DeepSpeed saves them
 
     def prepare(self, runner: AnyRunner, folder: str, complete: bool) -> bool:
-        """Make the folder of checkpoints; return whether the run in it has ended.
+        """Make the folder of checkpoints on rank 0; return whether the run in it has ended.
 
         Args:
-            runner (Runner): On rank 0.
+            runner (Runner): Of any rank; all take part.
             folder (str): Where checkpoints go.
             complete (bool): Whether nothing is left to train.
         """
+        prepare = partial(self._prepare, runner, folder, complete)
+        return run_on_main('preparing the folder of checkpoints', prepare)
+
+    def _prepare(self, runner: AnyRunner, folder: str, complete: bool) -> bool:
         if writing.is_local(folder, self.backend_args):
             writing.make_folder(folder)
             left = writing.remove_unfinished(folder)
@@ -182,6 +188,16 @@ class CheckpointSaver:
         """Wait for the background; raise its error."""
         if self.options.async_save:
             run_on_main('writing the last checkpoint', self._background.join)
+
+
+def check_arguments(runner: AnyRunner, given: Mapping[str, Any]) -> None:
+    """Refuse arguments of a checkpoint hook that ``runner.save_checkpoint`` does not take."""
+    if not given:
+        return
+    taken = signature(runner.save_checkpoint).parameters
+    known = [*CheckpointOptions.names(), *signature(CheckpointHook).parameters, *taken]
+    if not any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):
+        refuse_unknown(given, known, CheckpointOptions.key, CheckpointError)
 
 
 def save_checkpoint(

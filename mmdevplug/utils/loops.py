@@ -60,6 +60,12 @@ def progress_of(loop: Any) -> Optional[Tuple[int, int]]:
     return None
 
 
+def is_complete(runner: Any) -> bool:
+    """Whether nothing is left to train; never of an unknown loop."""
+    count, last = progress_of(runner.train_loop) or (0, 1)
+    return count >= last
+
+
 def validation_follows(runner: AnyRunner) -> bool:
     """Whether training is where a validation comes next."""
     loop, progress = runner.train_loop, progress_of(runner.train_loop)
