@@ -184,6 +184,17 @@ def ours_for(kind: type) -> type:
     return ours if kind is theirs else _put_under(kind, theirs, ours)
 
 
+def with_ours(registry: Registry, cfg: Any, default: object = None) -> Any:
+    """Replace the class that a config names by ours, or put ours under it; see :func:`ours_for`.
+
+    ``default`` is the class where a config names none. What is no config is returned as it is.
+    """
+    if not isinstance(cfg, dict):
+        return cfg
+    kind = class_of(registry, cfg.get('type', default), cfg.get('_scope_'))
+    return cfg if kind is None else dict(cfg, type=ours_for(kind))
+
+
 def _put_under(kind: type, theirs: type, ours: type) -> type:
     noting: Dict[str, Any] = {}
     checking: Dict[str, Any] = {}

@@ -95,18 +95,20 @@ class Participants:
         if self.waiting:
             self._give()
 
-    def noting(self, build: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a function add the loaders that it builds."""
+    def note_loaders(self, runner: AnyRunner) -> None:
+        """Let a runner add the loaders that it builds."""
+        # A static method, which does not know for which runner it builds.
+        build = type(runner).build_dataloader
 
         @wraps(build)
-        def built(*args: object, **kwargs: object) -> Any:
+        def build_and_add(*args: Any, **kwargs: Any) -> Any:
             loader = build(*args, **kwargs)
             self._built += 1
             kind = type(getattr(loader, 'dataset', loader)).__name__
             self._add_loader(f'loader {kind}/{self._built}', loader)
             return loader
 
-        return built
+        runner.build_dataloader = build_and_add
 
     def add_loops(self, runner: AnyRunner) -> None:
         """Add the loops of a runner, and all loaders that they hold."""

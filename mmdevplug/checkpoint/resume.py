@@ -1,5 +1,6 @@
 """All that a run saves and restores to go on where it was: one object for each runner."""
 
+import copy
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, Mapping, Optional
 
@@ -35,6 +36,8 @@ class Resume:
         #: Of the model and of hooks, once training has begun.
         self._plain: Any = None
         self._buffers: Any = None
+        #: That of the schedulers, which MMEngine replaces by what it builds.
+        self.scheduler_config: Any = None
         #: Compares the settings of the checkpoint with those of the config.
         self._settings: Any = None
         #: The number of ranks of the checkpoint, until training begins.
@@ -60,6 +63,11 @@ class Resume:
             found.first = hook
         return found
 
+    def note_schedulers(self, config: object) -> None:
+        """Keep the config that schedulers are built from first."""
+        if self.scheduler_config is None:
+            self.scheduler_config = copy.deepcopy(config)
+
     # loading ------------------------------------------------------------------------------------
 
     @contextmanager
@@ -67,6 +75,9 @@ class Resume:
         """Compare and set settings around MMEngine's ``resume``, with optimizers as built."""
         from .resume_settings import ResumeSettings
 
+        runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+        if runner.param_schedulers is not None:
+            runner.param_schedulers = runner.build_param_scheduler(runner.param_schedulers)
         self._settings, self.file = ResumeSettings(runner), filename
         try:
             with explaining_other_run(filename):

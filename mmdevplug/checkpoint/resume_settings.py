@@ -312,7 +312,7 @@ class ResumeSettings:
     """
 
     def __init__(self, runner: AnyRunner) -> None:
-        loop, config = runner.train_loop, runner.scheduler_config
+        loop, config = runner.train_loop, runner.resume_state.scheduler_config
         found = by_name(runner.optim_wrapper, runner.param_schedulers, config)
         self.optimizers = [OptimizerSettings(*each) for each in found]
         self._loop, self.by_epoch = loop, isinstance(loop, EpochBasedTrainLoop)

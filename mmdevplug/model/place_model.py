@@ -13,7 +13,7 @@ from mmdevplug.accelerators import DeviceContext
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.patches.torch_load import safe_loading
-from mmdevplug.registry import class_of, ours_for
+from mmdevplug.registry import class_of, with_ours
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.torch_compat import CHECKPOINTS_ANY_GENERATOR
 
@@ -138,8 +138,7 @@ def wrapper_config(
     # `broadcast_buffers` as MMEngine's runner has it.
     default = dict(broadcast_buffers=False, find_unused_parameters=find_unused_parameters)
     cfg = dict(default if model_wrapper_cfg is None else model_wrapper_cfg)
-    kind = class_of(MODEL_WRAPPERS, cfg.get('type', MMDistributedDataParallel), cfg.get('_scope_'))
-    return cfg if kind is None else dict(cfg, type=ours_for(kind))
+    return with_ours(MODEL_WRAPPERS, cfg, MMDistributedDataParallel)
 
 
 def initialize_weights(model: Any, context: DeviceContext, place: str = 'auto') -> None:

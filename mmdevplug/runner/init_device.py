@@ -47,9 +47,13 @@ def init_device(
 
 
 def init_from_options(
-    launcher: str, options: AcceleratorOptions, placement: Placement, dist_cfg: Dict[str, Any]
+    launcher: str, options: AcceleratorOptions, placement: Placement, env_cfg: Dict[str, Any]
 ) -> DeviceContext:
-    """Call :func:`init_device` for a runner, and patch MMEngine."""
+    """Call :func:`init_device` for a runner, and patch MMEngine.
+
+    ``env_cfg`` gets the backend that was chosen: what runs is what the log shows.
+    """
+    dist_cfg = dict(env_cfg.get('dist_cfg') or {})
     context = init_device(
         launcher,
         options.device,
@@ -58,4 +62,6 @@ def init_from_options(
         **dist_cfg,
     )
     patch_mmengine()
+    if context.backend is not None:
+        env_cfg['dist_cfg'] = dict(dist_cfg, backend=context.backend)
     return context
