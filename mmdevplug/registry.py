@@ -19,7 +19,7 @@ from .utils.logs import log_warning
 
 SCOPE = 'mmdevplug'
 
-#: What is imported when it is named: the classes of these rooms, and their modules.
+#: Classes of these rooms and their modules, which are imported when a class is looked up.
 MODULES = dict(
     gradients=dict(
         DeviceDistributedDataParallel='wrapper',

@@ -24,10 +24,10 @@ class DeviceContext:
 
     accelerator: Accelerator  #: The family of devices.
     reason: str  #: Why the accelerator was chosen.
-    device: torch.device  #: Of this rank.
+    device: torch.device  #: The device of this rank.
     env: LaunchEnv = LaunchEnv()  #: How this process was started.
-    backend: Optional[str] = None  #: Of the process group, None for a single process.
-    timeout: timedelta = DEFAULT_TIMEOUT  #: Of the process group.
+    backend: Optional[str] = None  #: Backend of the process group, None for a single process.
+    timeout: timedelta = DEFAULT_TIMEOUT  #: Timeout of the process group.
     more_devices: Tuple[torch.device, ...] = ()  #: Others that this rank's model is spread over.
     #: Whether :func:`mmdevplug.init_device` set it up. Under a stock runner the device may still
     #: change, when that runner starts its process group.
@@ -61,7 +61,7 @@ class DeviceContext:
 
 
 class _Process:
-    """What this process has set up, from its import to its end."""
+    """The state of this room in this process."""
 
     context: Optional[DeviceContext] = None
 

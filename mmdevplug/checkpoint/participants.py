@@ -1,4 +1,4 @@
-"""What takes part in resuming: things by name, each with ``state_dict`` and ``load_state_dict``.
+"""Collect and restore named objects that have ``state_dict`` and ``load_state_dict``.
 
 Saving asks each for its state, and resuming gives each its own back. Every rank has states of its
 own, which are gathered once: a checkpoint holds them as the bytes of a file for each rank.
@@ -33,12 +33,12 @@ from .host_copy import copy_to_host
 from .refusals import refusal, refuse_other_types
 from .writing import save_with_warning
 
-#: The key in a checkpoint, and the version of what is under it.
+#: The key in a checkpoint, and the version of its format.
 KEY, VERSION = 'mmdevplug', 4
-#: What is of one rank alone, and of no use to a job with another number of ranks.
+#: Participants whose state is useless to a job with another number of ranks.
 _OF_ONE_RANK = ('random', 'buffers')
 _OF_RUNNER = (*_OF_ONE_RANK, 'plain', 'train_loop', 'val_loop')
-#: What MMEngine's own hooks change while training, and do not derive from the runner.
+#: Attributes that MMEngine's own hooks change while training and cannot recompute.
 _ATTRIBUTES = {
     EarlyStoppingHook: ('wait_count', 'best_score'),
     SyncBuffersHook: ('called_in_train',),

@@ -36,9 +36,9 @@ from mmdevplug.utils.logs import log_warning
 from .host_copy import find_leaves
 from .participants import keeps_state, named_hooks, warn_of_unused
 
-#: Of one attribute: more would make checkpoints large, and is a cache more often than a state.
+#: The largest attribute that is saved. Larger ones are more often a cache than a state.
 MOST_BYTES = 16 * 2**20
-_MOST_PARTS = MOST_BYTES // 8  # of 8 bytes each at least
+_MOST_PARTS = MOST_BYTES // 8  # a container counts at least 8 bytes for each item
 _MOST_LEVELS = 3
 _MOST_OBJECTS = 100
 
@@ -54,12 +54,13 @@ _NO_STATE = (
     *(type, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
     *(torch.device, torch.dtype, torch.memory_format, torch.layout),
 )
-#: Of every module, and what mmdet's dense heads compute in every iteration.
+#: Attributes of every module, and one that mmdet's dense heads compute in every iteration.
 _OF_MODULES = {*vars(nn.Module()), '_raw_positive_infos'}
-#: Of mmdet's hooks that replace the pipeline of the training data, once: they do it again.
+#: Flags of mmdet's hooks that switch the pipeline of the training data once. They are not
+#: restored, so that the hook switches again.
 _OF_HOOKS = {'_has_switched', '_restart_dataloader'}
-#: What MMEngine's hooks change while training, and set again when a run begins: it is theirs in a
-#: subclass, too.
+#: Attributes that MMEngine's hooks change while training and set again when a run begins; skipped
+#: in subclasses, too.
 _OF_MMENGINES_HOOKS: Dict[type, Tuple[str, ...]] = {
     CheckpointHook: ('best_ckpt_path', 'best_ckpt_path_dict', 'keep_ckpt_ids', 'last_ckpt'),
     EMAHook: ('ema_model', 'src_model'),
@@ -68,9 +69,9 @@ _OF_MMENGINES_HOOKS: Dict[type, Tuple[str, ...]] = {
     ProfilerHook: ('profiler', '_closed'),
     RuntimeInfoHook: ('last_loop_stage',),
 }
-#: Marks of what is not there, or not yet filled.
+#: Fingerprints of an attribute that is missing or has not been set yet.
 _UNSET = (None, (type(None), None), (bool, False))
-#: In place of an attribute: which parameters of a module a hook has unfrozen or frozen.
+#: The name under which it is saved which parameters of a module are trained.
 _TRAINED = 'requires_grad of parameters'
 
 
@@ -105,7 +106,7 @@ class PlainState:
         left: Dict[str, None] = {}
         for owner in _owners(self._runner):
             if owner.path not in self._first and not isinstance(owner.value, nn.Module):
-                continue  # made while training, as is what holds it
+                continue  # created during training, so it cannot be restored by path
             first, marks = self._first.get(owner.path, {}), _marks(owner)
             differ = sorted(name for name in marks if first.get(name) != marks[name])
             unfit = {name for name in differ if owner.late or not marks[name][1]}
@@ -117,7 +118,7 @@ class PlainState:
                 # Attributes that the first use fills, such as a cache and the flag that says so,
                 # are left out together: a restored flag would promise a cache that is not there.
                 if name in unfit or (unfit and first.get(name, (None,))[0] in _UNSET):
-                    # Objects of one list share a name.
+                    # All objects of a list share one name in the warning.
                     path = re.sub(r'\[.*?\]', '[...]', owner.path)
                     left[f'{path}.{name} ({type(value).__name__})'] = None
                     continue
@@ -175,8 +176,7 @@ def _owners(runner: AnyRunner) -> Iterator[Owner]:
     todo: List[Tuple[str, Any, int, bool]] = []
     late = False
     for name, hook in named_hooks(runner):
-        # Others save their state.
-        if not keeps_state(hook):
+        if not keeps_state(hook):  # those with a state_dict() save their state themselves
             todo.append((f'hook {name}', hook, 0, late))
         late = late or isinstance(hook, CheckpointHook)
     todo.append(('model', runner.model, 0, False))
@@ -238,7 +238,7 @@ def _is_plain_object(value: object) -> bool:
 
 
 class _Same:
-    """Equal to a mark of the same object; a tensor must not have been written to since."""
+    """Compare an object by identity, a tensor also by its version."""
 
     def __init__(self, value: Any) -> None:
         is_tensor = isinstance(value, Tensor)
@@ -255,10 +255,10 @@ class _Same:
 
 
 def _marks(owner: Owner) -> Dict[str, Tuple[Any, bool]]:
-    """What tells whether attributes have changed that may be a state, and whether they fit."""
+    """Fingerprint each attribute that may be a state; say whether it is small enough to save."""
     marks = {}
     for name, value in owner.attributes.items():
-        # Objects are walked over, with attributes of their own; others are computed anew.
+        # The walk yields plain objects by themselves. Tensors with a graph are computed again.
         walked = isinstance(value, nn.Module) or _is_plain_object(value)
         if not (walked or isinstance(value, _NO_STATE) or getattr(value, 'grad_fn', None)):
             mark, size = _examine(value)
@@ -267,18 +267,18 @@ def _marks(owner: Owner) -> Dict[str, Tuple[Any, bool]]:
 
 
 def _is_switch(owner: Owner, name: str, value: object) -> bool:
-    """Whether an attribute may say that something is done which a new process has to do again.
+    """Whether an attribute may be a flag for work that a new process has to do again.
 
-    So may a bool of a hook, and one of a module that others are not meant to know.
+    A bool of a hook may be one, and a bool of a module whose name begins with ``_``.
     """
     private = isinstance(owner.value, Hook) or name.startswith('_')
     return private and type(value) is bool
 
 
 def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[Any, float]:
-    """Return what tells whether a value has changed, and its bytes, infinity if it is not plain.
+    """Return the fingerprint of a value and its size in bytes, infinity if it cannot be saved.
 
-    Containers may have ``most`` parts; larger ones count as changed if they are replaced.
+    Containers with more than ``most`` items are compared by identity.
     """
     kind = type(value)
     size: float
@@ -329,7 +329,7 @@ def _put(owner: Owner, name: str, value: Any, on_device: bool) -> None:
         and (now.shape, now.dtype) == (value.shape, value.dtype)
     ):
         with torch.no_grad():
-            now.copy_(value)  # others may refer to it
+            now.copy_(value)  # in place: other objects may refer to this tensor
         return
     if on_device:
         module = owner.value if isinstance(owner.value, nn.Module) else nn.Module()

@@ -20,7 +20,7 @@ from .resumed_progress import Progress, repeat_validation
 
 
 class Resume:
-    """What a run has to know of the one that it goes on from, and the next one of it.
+    """Resume a run from an earlier one, and collect what the next run needs to resume.
 
     A DeviceRunner has one; the first checkpoint hook of a stock runner makes it. The first
     checkpoint hook says when something happens.
@@ -33,10 +33,10 @@ class Resume:
         self.file: Optional[str] = None
         self.participants = Participants()
         self._random = RandomStates()
-        #: Of the model and of hooks, once training has begun.
+        #: Plain attributes of the model and of hooks; None until training begins.
         self._plain: Any = None
         self._buffers: Any = None
-        #: That of the schedulers, which MMEngine replaces by what it builds.
+        #: The config of the schedulers, which MMEngine replaces by the built ones.
         self.scheduler_config: Any = None
         #: Compares the settings of the checkpoint with those of the config.
         self._settings: Any = None
@@ -47,7 +47,7 @@ class Resume:
         self.validated: Optional[bool] = None
         #: Whether a checkpoint was saved since the last iteration.
         self._saved_here = False
-        #: Of the validation that has just ended, while ``after_val_epoch`` of hooks is called.
+        #: Metrics of the last validation, while ``after_val_epoch`` of hooks is called.
         self.metrics: Optional[Dict[str, Any]] = None
         #: The states of all ranks, while a checkpoint is saved.
         self._states: Optional[Dict[str, Any]] = None
@@ -184,13 +184,13 @@ class Resume:
                 self._random.restore(only_lazy=True)
 
     def nothing_is_due(self, runner: AnyRunner) -> bool:
-        """Whether no validation follows that was not done."""
+        """Whether no validation is left to do."""
         return bool(self.validated) or not validation_follows(runner)
 
     # saving -------------------------------------------------------------------------------------
 
     def state_dict(self) -> Dict[str, Any]:
-        """What is known of the validation that follows."""
+        """Whether the validation that follows was done, and its metrics."""
         return dict(validated=self.validated, metrics=self.metrics)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -24,11 +24,11 @@ from .load_model import check_complete, check_names, check_optimizer
 from .refusals import refusal
 from .saving import by_name, kinds_of
 
-#: What MMEngine's schedulers change while they step.
+#: Attributes that MMEngine's schedulers change while they step.
 _PROGRESS = {'_global_step', '_last_value', 'base_values', 'last_step', 'verbose'}
 _PROGRESS |= {'best', 'cooldown_counter', 'num_bad_epochs'}
 _MOST = 12  # entries of a message
-#: What some settings follow, whatever ``accelerator.resume_settings`` says.
+#: Reasons that decide some settings, whatever ``accelerator.resume_settings`` says.
 _LENGTH, _SCALE = 'the length of training', 'auto_scale_lr'
 _TAKE_CONFIG = "resume with --resume-settings config (accelerator.resume_settings='config')"
 
@@ -36,12 +36,12 @@ _TAKE_CONFIG = "resume with --resume-settings config (accelerator.resume_setting
 
 
 class Difference(NamedTuple):
-    """A setting that differs, and whose is taken."""
+    """A setting that differs between checkpoint and config, and which of the two is taken."""
 
     name: str
     saved: object
     configured: object
-    #: What has set it, if not ``accelerator.resume_settings``.
+    #: The reason that decides it, if not ``accelerator.resume_settings``.
     because_of: Optional[str] = None
     taken: str = 'config'
 
@@ -127,7 +127,7 @@ def replay(
     done: Tuple[int, int],
     epoch: Sequence[int],
 ) -> None:
-    """Step schedulers that are where they were built through the training before.
+    """Step freshly built schedulers up to the resumed epoch and iteration.
 
     Args:
         schedulers (list): Of one optimizer.
@@ -268,7 +268,7 @@ class OptimizerSettings:
                 group.update(values)
 
     def apply(self, run: 'ResumeSettings') -> None:
-        """Set what is the config's, after the saved states were loaded."""
+        """Apply the config's settings after the saved states were loaded."""
         if not self.takes_config:
             return
         if self._follows_metric:  # only what follows the length of training differs

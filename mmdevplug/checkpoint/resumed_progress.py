@@ -1,4 +1,4 @@
-"""Take up training where a checkpoint has left it: loops, random numbers, a due validation."""
+"""Continue training at the checkpoint: loops, random states, and a validation that was due."""
 
 from typing import Any, Callable, List, Mapping, Optional
 
@@ -18,7 +18,7 @@ from .participants import RandomStates, RankBuffers, keeps_state
 
 
 class Progress:
-    """Let a runner, whose participants have their states, train as if it had not stopped.
+    """Continue the training of a runner whose participants were restored.
 
     Args:
         runner (Runner): Before training begins.
@@ -50,7 +50,8 @@ class Progress:
                 f'of {runner.iter % counts} iteration(s) were not saved'
             )
         self._endless: Any = getattr(loop, 'dataloader_iterator', None)
-        # Of what has no place and begins anew, MMEngine's loop drops the batches trained on.
+        # A loader without a saved position starts again, and MMEngine's loop then skips the
+        # batches that were trained on. Ours continues, so the loop gets placeholders to skip.
         if isinstance(loop, IterBasedTrainLoop) and (loader is None or loader.has_place):
             reading = getattr(self._endless, '_iterator', None)
             if hasattr(self._endless, 'skip_iter'):  # OneDL's
@@ -84,7 +85,7 @@ class Progress:
             self._undo = [part.keep() for part in parts]
 
     def after_repeating(self) -> None:
-        """Restore what hooks have changed by what they had done before."""
+        """Restore the attributes that hooks changed when they were called a second time."""
         while self._undo:
             self._undo.pop()()
 

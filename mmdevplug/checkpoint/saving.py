@@ -115,7 +115,7 @@ class CheckpointSaver:
         later: List[Callable[[], None]] = []
 
         def copy(checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict]) -> None:
-            self._background.join()  # its copy is freed
+            self._background.join()  # frees the copy of the checkpoint before
             copied = copy_to_host(checkpoint, rank_context().accelerator, keep=True)
             later.append(partial(writing.write_checkpoint, copied, path, backend_args))
 
@@ -170,7 +170,7 @@ class CheckpointSaver:
                 runner.logger.info(f'Removed {left} unfinished checkpoint(s) from {folder}.')
         finished = is_finished(runner.work_dir)
         if not complete:
-            with suppress(OSError):  # it is not there; if it stays, it names another checkpoint
+            with suppress(OSError):  # missing; a stale one does no harm
                 (Path(runner.work_dir) / writing.FINISHED).unlink()
         return finished
 
@@ -224,7 +224,7 @@ def write_at_once(checkpoint: Dict[str, Any], path: str, backend_args: Optional[
     )
 
 
-#: What writes a checkpoint that was collected, here or in the background.
+#: The function that writes a collected checkpoint, now or in the background.
 _WRITE: 'ContextVar[Callable[..., None]]' = ContextVar('_WRITE', default=write_at_once)
 
 
@@ -271,7 +271,7 @@ def collect_checkpoint(
 
 
 def weights_of(model: nn.Module) -> Dict[str, Any]:
-    """What ``state_dict()`` of a model returns, which may be its own method.
+    """Return ``state_dict()`` of a model, which may override it.
 
     Children may be wrapped, too: their names are saved without ``module.``.
     """

@@ -73,7 +73,7 @@ def _register_modules(scope: str) -> None:
         return
     register = getattr(_import_if_there(f'{scope}.utils'), 'register_all_modules', None)
     if register is not None:
-        # In place of its default, True: without changing the default scope, which the runner does.
+        # False instead of its default: the runner sets the default scope itself.
         register(*[False for _ in inspect.signature(register).parameters][:1])
 
 
@@ -119,7 +119,7 @@ def overlay_accelerator(cfg: Config, name: str) -> None:
 
 def find_unread(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
     """Say which options no runner reads: MMEngine takes any, also misspelt ones."""
-    runner = import_module('mmengine.runner').Runner  # which a start that trains needs in any case
+    runner = import_module('mmengine.runner').Runner  # imported here: training imports it anyway
     read = {*inspect.signature(runner.__init__).parameters, *READ_BESIDE}
     for key in keys:
         name = key.partition('.')[0]

@@ -64,14 +64,14 @@ class SafeCheckpointHook(CheckpointHook):
         ours = CheckpointOptions.read(options)
         super().__init__(*args, **{name: options[name] for name in options if name not in ours})
         self._saver = CheckpointSaver(CheckpointOptions(**ours), self.backend_args)
-        #: What all checkpoint hooks of a runner share.
+        #: Shared by all checkpoint hooks of a runner.
         self._resume_state = Resume()
         self._best = BestCheckpoints(self, self._saver.options.resumable_best)
 
     state_types = dict(validated=False, metrics=Maybe({}))
 
     def state_dict(self) -> Dict[str, Any]:
-        """What is known of the validation that follows."""
+        """Whether the validation that follows was done, and its metrics."""
         return self._resume_state.state_dict()
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ class SafeCheckpointHook(CheckpointHook):
 
     def _save_best_checkpoint(self, runner: AnyRunner, metrics: dict) -> None:
         if not (self.save_best and self._resume_state.can_save):
-            return  # it validates without training
+            return  # no training has begun: this is a validation alone
         step = runner.epoch if self.by_epoch else runner.iter
         meta = dict(epoch=runner.epoch, iter=runner.iter)
         saved = self._best.save(runner, metrics, step, partial(self._save, runner, meta))

@@ -1,1 +1,1 @@
-"""What lazy devices alone leave to the host: losses, RoIs, masks and predictions of detectors."""
+"""Compute losses, RoIs, masks and predictions of detectors on the host, for lazy devices."""

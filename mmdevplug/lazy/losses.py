@@ -105,7 +105,7 @@ def two_stage_detectors(model: nn.Module) -> List[Any]:
 
 
 def point_encoders(model: nn.Module) -> Optional[Tuple[nn.Module, nn.Module]]:
-    """What makes images of points in a model of mmdet3d: an encoder of voxels, and a scatter.
+    """Find the voxel encoder and the scatter with which a model of mmdet3d makes images of points.
 
     Both take the coordinates of voxels, ``coors``, and a scatter takes ``batch_size``, too. None
     for other models, for those whose scatter has parameters or whose encoder sees images, and for

@@ -55,7 +55,7 @@ def split_stages(model: nn.Module, losses: bool) -> None:
 
 
 class Steps:
-    """What the two stages of a detector share in a forward pass.
+    """State that the two stages of a detector share in a forward pass.
 
     Attributes:
         copies (HostCopies, optional): The features on the host; None outside of a step.
@@ -130,7 +130,7 @@ class Steps:
         sources = tensors
         anchors, self._anchors = self._anchors, []
         learned = [tensor for tensor in tensors if tensor.requires_grad]
-        # What was written in place has another `grad_fn`.
+        # A tensor that was written in place has another `grad_fn`.
         known = [self._extracted.get(id(t), (None, None))[1] is t.grad_fn for t in learned]
         if learned and all(known):
             gate = self._gate

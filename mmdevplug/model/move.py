@@ -81,7 +81,7 @@ def misplaced_tensors(module: nn.Module, device: torch.device) -> Dict[str, torc
     Where the module has a plan, parameters and buffers that are not where the plan has them.
     """
     found = {}
-    plan = getattr(module, 'device_plan', None)  # that it was dispatched by
+    plan = getattr(module, 'device_plan', None)  # set by dispatch()
     for name, tensor, _ in misplaced_by_plan(module, plan, device):
         found[name] = tensor.device
     for name, part in module.named_modules():
@@ -91,7 +91,7 @@ def misplaced_tensors(module: nn.Module, device: torch.device) -> Dict[str, torc
 
 
 def describe_misplaced(found: Dict[str, torch.device]) -> str:
-    """Name the first eight of them."""
+    """Describe misplaced tensors; name at most eight."""
     named = [f'{name} on {device}' for name, device in list(found.items())[:8]]
     more = len(found) - len(named)
     return ', '.join(named) + (f' and {more} more' if more > 0 else '')
@@ -179,7 +179,7 @@ def _carry_over(old: Any, new: Any) -> None:
     for name in _HOOKS:
         hooks = getattr(old, name, None)
         if hooks is not None and hooks is not getattr(new, name):
-            setattr(new, name, hooks)  # autograd then calls the hooks of this dictionary
+            setattr(new, name, hooks)  # shared, so that autograd calls the same hooks
 
 
 def refer_to(model: nn.Module, new_of: Dict[int, Tensor]) -> None:
@@ -233,7 +233,7 @@ def _tables(part: nn.Module) -> Tuple[Dict[str, Any], Dict[str, Any]]:
 
 
 def _shared_slots(module: nn.Module) -> List[List[Slot]]:
-    """The places that hold the same tensor, for every tensor held more than once."""
+    """Group the slots that hold the same tensor, for each tensor in several slots."""
     by_tensor: Dict[int, List[Slot]] = {}
     for place, name in _slots(module):
         by_tensor.setdefault(id(place[name]), []).append((place, name))
@@ -241,7 +241,7 @@ def _shared_slots(module: nn.Module) -> List[List[Slot]]:
 
 
 def _tie(shared: List[List[Slot]]) -> None:
-    """Put what the first of some places holds into the others."""
+    """Share the tensor of the first slot with the other slots of each group."""
     for slots in shared:
         first_place, first_name = slots[0]
         for place, name in slots[1:]:
@@ -277,7 +277,8 @@ def weights_on_host(module: nn.Module, accelerator: Accelerator) -> Iterator[Non
         if isinstance(tensor, nn.Parameter):
             others[index] = nn.Parameter(others[index], tensor.requires_grad)
         _carry_over(tensor, others[index])
-    # What the module holds meanwhile: the tensors with data on the host, or copies of them.
+    # What the module holds inside of this context: the same tensors, now with data on the host,
+    # or copies of them.
     shown = here if SWAPS_TENSORS else others
     _swap(here, others)
     by_id = dict(zip(map(id, here), shown))

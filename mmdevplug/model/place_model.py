@@ -152,8 +152,8 @@ def initialize_weights(model: Any, context: DeviceContext, place: str = 'auto') 
     if place != 'auto':
         on_device = place == 'device'
     with nullcontext() if on_device else weights_on_host(model, context.accelerator):
-        # What `init_cfg` names is loaded by MMEngine, see `patch_mmengine`; this is for a model's
-        # own `init_weights`.
+        # Files of `init_cfg` are loaded safely by MMEngine's patched functions; this is for a
+        # model's own `init_weights`.
         with safe_loading('named in init_cfg', forced=False):
             model.init_weights()
     if context.backend is not None:

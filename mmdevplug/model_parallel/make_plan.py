@@ -24,7 +24,7 @@ _PLENTY = 2**60
 
 
 class PlanOptions(NamedTuple):
-    """What :func:`plan` takes besides a model and devices, unchecked."""
+    """Arguments of :func:`plan` besides the model and the devices."""
 
     strategy: str = 'balanced'
     max_memory: Union[None, str, Mapping[Any, Size]] = None
@@ -127,7 +127,7 @@ class _Job:
         self.sizes = module_sizes(model, self.dtype, options.training, options.optimizer)
         self.units = find_units(model, self.whole)
         self.groups = group_units(self.units, self.sizes, shared_names(model))
-        # What is computed before the first block and kept.
+        # Activations that are computed before the first block and kept.
         self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
 
     def auto(self) -> DevicePlan:
@@ -170,7 +170,7 @@ class _Job:
         memory = {key: self.limits.get(name, _PLENTY) for key, name in zip(keys, self.devices)}
         classes = list(self.whole.classes)
         try:
-            with quiet('accelerate.utils.modeling'):  # it warns of each device that is absent
+            with quiet('accelerate.utils.modeling'):  # warns of each absent device
                 memory = get_balanced_memory(self.model, memory, classes, self.dtype)
                 found = infer_auto_device_map(self.model, memory, classes, self.dtype)
         except Exception as error:
@@ -228,7 +228,7 @@ class _Job:
         try:
             second = self.balanced()
         except PlacementError as error:
-            # What fits on no card may be meant for the host.
+            # A model that fits on no card may be meant for the host.
             if idle and (self.force_balance or not first.loads.get('cpu')):
                 raise
             first.steps.append(f'balanced failed, auto is used: {error}')
@@ -255,7 +255,7 @@ class _Job:
         device_map: Optional[Mapping[str, str]] = None,
     ) -> DevicePlan:
         size_of = {unit.name: self.sizes[unit.name] for unit in self.units}
-        # What is kept before the first block runs.
+        # Bytes that are kept before the first block runs.
         size_of[self.units[0].name] += self.sizes[''] - sum(size_of.values())
         loads = dict.fromkeys(self.devices, 0)
         for name, size in size_of.items():

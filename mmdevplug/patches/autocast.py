@@ -76,7 +76,7 @@ def patch_cuda_autocast(accelerator: Accelerator) -> None:
     """
     kind, original = accelerator.device_type, torch.autocast.__init__
     enter = torch.autocast.__enter__
-    # Not where the vendor's autocast is another one, or there is none.
+    # False if the vendor has an autocast of another kind, or none.
     its_own = getattr(accelerator.precision.autocast(enabled=False), 'device', None) == kind
     if kind == 'cuda' or torch.cuda.is_available() or not its_own:
         return

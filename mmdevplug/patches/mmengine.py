@@ -112,7 +112,7 @@ def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:
 
 
 def _load_state_dict(*args: Any, **options: Any) -> Any:
-    from .load_weights import load_state_dict  # of runs that load weights
+    from .load_weights import load_state_dict  # imported only by runs that load weights
 
     return load_state_dict(*args, **options)
 

@@ -30,7 +30,7 @@ class DeviceIterBasedTrainLoop(IterBasedTrainLoop):
 
 def ours_of_loop(cfg: Any) -> Any:
     """Replace the class in a loop's config by ours, or put ours under it."""
-    # As MMEngine's runner reads it.
+    # MMEngine's runner takes `by_epoch=False` for this class.
     if isinstance(cfg, dict) and cfg.get('by_epoch') is False and 'type' not in cfg:
         cfg = dict(type=IterBasedTrainLoop, **{k: cfg[k] for k in cfg if k != 'by_epoch'})
     return with_ours(LOOPS, cfg)

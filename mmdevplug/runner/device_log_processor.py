@@ -37,7 +37,7 @@ class DeviceLogProcessor(LogProcessor):
                 f'log_processor.average_losses={average_losses!r}: expected True or False.'
             )
         self.average_losses = average_losses
-        #: What the line to come averages; '' where ranks do not meet.
+        #: Pattern of the values that the next log line averages; '' if it averages none.
         self._averaged = ''
 
     def get_log_after_iter(self, runner: AnyRunner, batch_idx: int, mode: str) -> Tuple[dict, str]:

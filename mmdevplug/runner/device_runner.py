@@ -105,7 +105,7 @@ class DeviceRunner(Runner):
         model_parallel = cfg.get('model_parallel') if model_parallel is None else model_parallel
         sharding = cfg.get('sharding') if sharding is None else sharding
         self.accelerator_options = AcceleratorOptions.from_config(accelerator)
-        #: What is saved with a checkpoint, and restored to go on where a run was.
+        #: Saved with each checkpoint, and restored when resuming.
         self.resume_state = Resume()
         self.resume_state.participants.note_loaders(self)
         # MMEngine's default is backend='nccl'.

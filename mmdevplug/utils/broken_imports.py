@@ -17,7 +17,7 @@ from typing import Iterator, NamedTuple, Optional, Sequence
 
 from mmdevplug.errors import DevPlugError, chain, first_line
 
-#: What they say of a version that they do not accept.
+#: The message of an OpenMMLab package that refuses a version of another.
 _REFUSED = re.compile(
     r'\w+==(\S+) is used but incompatible\..*?install (\w+?)([<>=].+?)\.?\s*$', re.S
 )
@@ -67,7 +67,7 @@ def folder_of(module: str) -> Optional[str]:
 
 
 def install_command(module: str, versions: str = '') -> str:
-    """What to type for versions of a package; of mmcv for those that OpenMMLab's accept."""
+    """The command that installs versions of a package; for mmcv those that OpenMMLab accepts."""
     package = distribution(module) or PACKAGES.get(module, module)
     if module != 'mmcv':
         return f'pip install "{package}{versions}"'

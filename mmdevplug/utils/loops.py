@@ -36,7 +36,7 @@ def metrics_of(loop: Any) -> List[Any]:
 
 
 def _parts(loop: Any) -> List[Any]:
-    """What the attributes of a loop hold, also in lists, each once and in an order that stays."""
+    """List the values of a loop's attributes, also in lists: each once, in a fixed order."""
     held: List[Any] = []
     for value in getattr(loop, '__dict__', {}).values():
         held += value if isinstance(value, (list, tuple)) else [value]
