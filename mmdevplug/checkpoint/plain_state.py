@@ -102,8 +102,8 @@ class PlainState:
 
         Each value comes with whether its tensors were on the device.
         """
-        found: Dict[str, Dict[str, Any]] = {}
-        left: Dict[str, None] = {}
+        changed: Dict[str, Dict[str, Any]] = {}
+        not_saved: Dict[str, None] = {}
         for owner in _owners(self._runner):
             if owner.path not in self._first and not isinstance(owner.value, nn.Module):
                 continue  # created during training, so it cannot be restored by path
@@ -113,18 +113,18 @@ class PlainState:
             for name in differ:
                 value = owner.attributes[name]
                 if _is_switch(owner, name, value):
-                    found.setdefault(owner.path, {})[name] = (False, value)
+                    changed.setdefault(owner.path, {})[name] = (False, value)
                     continue
                 # Attributes that the first use fills, such as a cache and the flag that says so,
                 # are left out together: a restored flag would promise a cache that is not there.
                 if name in unfit or (unfit and first.get(name, (None,))[0] in _UNSET):
                     # All objects of a list share one name in the warning.
                     path = re.sub(r'\[.*?\]', '[...]', owner.path)
-                    left[f'{path}.{name} ({type(value).__name__})'] = None
+                    not_saved[f'{path}.{name} ({type(value).__name__})'] = None
                     continue
-                on_device = any(each.device.type != 'cpu' for each in _tensors(value).values())
-                found.setdefault(owner.path, {})[name] = (on_device, value)
-        new = [each for each in left if each not in self._warned]
+                on_device = any(tensor.device.type != 'cpu' for tensor in _tensors(value).values())
+                changed.setdefault(owner.path, {})[name] = (on_device, value)
+        new = [tensor for tensor in not_saved if tensor not in self._warned]
         if new:
             log_warning(
                 f'Changes while training and is not saved: {", ".join(new)}. A resumed run begins '
@@ -133,22 +133,22 @@ class PlainState:
                 f'state_dict() and load_state_dict(); ignore caches.'
             )
         self._warned.update(new)
-        return found
+        return changed
 
     def load_state_dict(self, saved: Dict[str, Dict[str, Any]]) -> None:
         """Restore what :meth:`state_dict` returned in an earlier run."""
-        saved, left = dict(saved), []
+        saved, skipped = dict(saved), []
         for owner in list(_owners(self._runner)):
             for name, (on_device, value) in saved.pop(owner.path, {}).items():
                 if _is_switch(owner, name, value):
-                    left.append(f'{owner.path}.{name}={value}')
+                    skipped.append(f'{owner.path}.{name}={value}')
                 else:
                     _put(owner, name, value, on_device)
-        if left:
+        if skipped:
             print_log(
-                f'Not restored: {", ".join(left)}. Such a name may say what this process has yet '
-                f'to do, such as registering hooks. For a state of training, give a module a name '
-                f'without _ or a buffer, and a hook state_dict() and load_state_dict().',
+                f'Not restored: {", ".join(skipped)}. Such a name may say what this process has '
+                f'yet to do, such as registering hooks. For a state of training, give a module a '
+                f'name without _ or a buffer, and a hook state_dict() and load_state_dict().',
                 'current',
             )
         warn_of_unused(saved)
@@ -201,31 +201,31 @@ def _attributes(value: object) -> Dict[str, Any]:
     package = type(value).__module__.split('.')[0]
     of_ours = package == 'mmdevplug' or (package == 'mmengine' and isinstance(value, Hook))
     left_out: Set[str] = set()
-    found = {} if of_ours else dict(vars(value))
+    attributes = {} if of_ours else dict(vars(value))
     if isinstance(value, nn.Module):
         left_out = _OF_MODULES
-        found[_TRAINED] = {
+        attributes[_TRAINED] = {
             n: p.requires_grad for n, p in value._parameters.items() if p is not None
         }
         for name in value._non_persistent_buffers_set:
-            found[name] = value._buffers[name]
+            attributes[name] = value._buffers[name]
     elif isinstance(value, Hook):
         left_out = set(_OF_HOOKS)
         for kind, names in _OF_MMENGINES_HOOKS.items():
             if isinstance(value, kind):
                 left_out.update(names)
-    for name in left_out & found.keys():
-        del found[name]
-    return found
+    for name in left_out & attributes.keys():
+        del attributes[name]
+    return attributes
 
 
-def _objects(value: Any, at: str = '') -> Iterator[Tuple[str, Any]]:
+def _objects(value: Any, index: str = '') -> Iterator[Tuple[str, Any]]:
     """The objects of plain Python classes, and modules, in an attribute, with their places."""
     if isinstance(value, nn.Module) or _is_plain_object(value):
-        yield at, value
-    elif type(value) in {list, tuple, *_DICTS} and len(value) < _MOST_OBJECTS and len(at) < 64:
-        for key, part in value.items() if type(value) in _DICTS else enumerate(value):
-            yield from _objects(part, f'{at}[{key!r:.20}]')
+        yield index, value
+    elif type(value) in {list, tuple, *_DICTS} and len(value) < _MOST_OBJECTS and len(index) < 64:
+        for key, item in value.items() if type(value) in _DICTS else enumerate(value):
+            yield from _objects(item, f'{index}[{key!r:.20}]')
 
 
 def _is_plain_object(value: object) -> bool:
@@ -292,8 +292,8 @@ def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[Any, float]:
         return (value.dtype.str, value.shape, data), value.nbytes
     if kind in _DICTS | _SERIES and len(value) <= most:
         marks, size = [], 0.0
-        for part in [*value.keys(), *value.values()] if kind in _DICTS else value:
-            mark, of_part = _examine(part, most // (len(value) + 1))
+        for item in [*value.keys(), *value.values()] if kind in _DICTS else value:
+            mark, of_part = _examine(item, most // (len(value) + 1))
             marks.append(mark)
             size += 8 + of_part
         factory = getattr(value, 'default_factory', None)

@@ -31,12 +31,12 @@ class Progress:
         self, runner: AnyRunner, ranks: int, buffers: RankBuffers, random: RandomStates
     ) -> None:
         self.runner, self._random = runner, random
-        found = loader_of(runner.train_loop)
-        loader = found if isinstance(found, ResumableLoader) else None
-        at = None if loader is None else loader.resumed_at
+        given_loader = loader_of(runner.train_loop)
+        loader = given_loader if isinstance(given_loader, ResumableLoader) else None
+        resumed_at = None if loader is None else loader.resumed_at
         self._undo: List[Callable[[], Any]] = []
         #: Whether random states are restored before the next epoch begins.
-        self._between_epochs = at is None
+        self._between_epochs = resumed_at is None
         inexact = [getattr(loader, 'inexact', ''), buffers.inexact]
         if ranks != get_world_size():
             inexact.insert(
@@ -58,13 +58,13 @@ class Progress:
                 vars(self._endless)['skip_iter'] = lambda num_iters: None
             elif isinstance(reading, Reading) and _drops_batches(loop):
                 reading.placeholders = loop.iter
-        if loader is not None and at is not None:
+        if loader is not None and resumed_at is not None:
             loader.before_next = random.restore
-            if isinstance(loop, EpochBasedTrainLoop) and at:
+            if isinstance(loop, EpochBasedTrainLoop) and resumed_at:
                 # Hooks get the true index of each batch in the epoch that was interrupted.
                 run_iter, epoch = loop.run_iter, loop.epoch
                 loop.run_iter = lambda index, batch: run_iter(
-                    index + at if loop.epoch == epoch else index, batch
+                    index + resumed_at if loop.epoch == epoch else index, batch
                 )
         if any(inexact):
             log_warning(

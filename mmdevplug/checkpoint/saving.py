@@ -196,7 +196,7 @@ def check_arguments(runner: AnyRunner, given: Mapping[str, Any]) -> None:
         return
     taken = signature(runner.save_checkpoint).parameters
     known = [*CheckpointOptions.names(), *signature(CheckpointHook).parameters, *taken]
-    if not any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):
+    if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values()):
         refuse_unknown(given, known, CheckpointOptions.key, CheckpointError)
 
 
@@ -213,8 +213,8 @@ def save_checkpoint(
     if not is_main_process():
         join_collecting(runner, save_optimizer, path)
         return
-    found = collect_checkpoint(runner, save_optimizer, save_param_scheduler, meta, by_epoch, path)
-    _WRITE.get()(found, path, backend_args)
+    options = save_optimizer, save_param_scheduler, meta, by_epoch, path
+    _WRITE.get()(collect_checkpoint(runner, *options), path, backend_args)
 
 
 def write_at_once(checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict]) -> None:

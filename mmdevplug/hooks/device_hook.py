@@ -39,22 +39,22 @@ class DeviceHook(Hook):
         model = unwrap_model(runner.model)
         # A wrapper that has not been built yet is a config.
         optimizers: List[Optimizer] = []
-        for each in list_optim_wrappers(runner.optim_wrapper):
-            if isinstance(each, OptimWrapper):
-                optimizers.append(each.optimizer)
-        found = {**misplaced_tensors(model, device), **_misplaced_state(optimizers, devices)}
-        if found:
+        for wrapper in list_optim_wrappers(runner.optim_wrapper):
+            if isinstance(wrapper, OptimWrapper):
+                optimizers.append(wrapper.optimizer)
+        misplaced = {**misplaced_tensors(model, device), **_misplaced_state(optimizers, devices)}
+        if misplaced:
             runner.logger.warning(
-                f'not on {device}, the device of rank {runner.rank}: {describe_misplaced(found)}. '
-                f'Moved there.'
+                f'not on {device}, the device of rank {runner.rank}: '
+                f'{describe_misplaced(misplaced)}. Moved there.'
             )
             move_module(model, device)
             for optimizer in optimizers:
                 for parameter, state in optimizer.state.items():
-                    place = _place_of_state(parameter, devices)
+                    target = _place_of_state(parameter, devices)
                     for name, value in state.items():
                         if _belongs_on_device(value):
-                            state[name] = value.to(place)
+                            state[name] = value.to(target)
 
     def before_train(self, runner: AnyRunner) -> None:
         """Leave NaN to a gradient scaler, if there is one."""
@@ -77,16 +77,16 @@ def _place_of_state(parameter: Tensor, devices: Sequence[torch.device]) -> torch
 def _misplaced_state(
     optimizers: List[Optimizer], devices: Sequence[torch.device]
 ) -> Dict[str, torch.device]:
-    found = {}
+    misplaced = {}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         for index, (parameter, state) in enumerate(optimizer.state.items()):
-            place = _place_of_state(parameter, devices)
+            expected = _place_of_state(parameter, devices)
             for name, value in state.items():
-                if _belongs_on_device(value) and not same_device(value.device, place):
-                    found[f'{kind} state {name} of parameter {index}'] = value.device
+                if _belongs_on_device(value) and not same_device(value.device, expected):
+                    misplaced[f'{kind} state {name} of parameter {index}'] = value.device
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group['params']):
                 if not any(same_device(parameter.device, device) for device in devices):
-                    found[f'{kind} parameter {index} of group {number}'] = parameter.device
-    return found
+                    misplaced[f'{kind} parameter {index} of group {number}'] = parameter.device
+    return misplaced

@@ -132,20 +132,20 @@ class _Job:
 
     def auto(self) -> DevicePlan:
         """HF accelerate's map, which knows classes that must not be split and weighs weights."""
-        found = self._infer()
-        known = {unit.name: nearest(unit.name, found) for unit in self.units}
+        device_map = self._infer()
+        known = {unit.name: nearest(unit.name, device_map) for unit in self.units}
         split = next((name for name, covered_by in known.items() if covered_by is None), None)
         if split is not None:
             raise PlacementError(
                 f'HF accelerate splits {split}, which must stay whole: it knows only classes, '
                 f'here {", ".join(self.whole.classes) or "none"}. Use strategy "balanced".'
             )
-        device_of = {name: found[str(covered_by)] for name, covered_by in known.items()}
-        made = self._finish(device_of, [], found)
+        device_of = {name: device_map[str(covered_by)] for name, covered_by in known.items()}
+        plan = self._finish(device_of, [], device_map)
         over = [
-            f'{name} would hold {made.loads[name]:,} bytes of {limit:,}'
+            f'{name} would hold {plan.loads[name]:,} bytes of {limit:,}'
             for name, limit in self.limits.items()
-            if made.loads[name] > limit
+            if plan.loads[name] > limit
         ]
         if over:
             raise PlacementError(
@@ -153,8 +153,8 @@ class _Job:
                 f'weights). Use strategy "balanced".'
             )
         self._is_best = False
-        made.steps.append(f'HF accelerate: imbalance {made.imbalance:.3f}.')
-        return made
+        plan.steps.append(f'HF accelerate: imbalance {plan.imbalance:.3f}.')
+        return plan
 
     def _infer(self) -> Dict[str, str]:
         """Call ``infer_auto_device_map``, and place what it leaves out."""
@@ -207,11 +207,11 @@ class _Job:
             for group, device in zip(self.groups, devices)
             for unit in group.units
         }
-        made = self._finish(device_of, steps)
-        made.steps.append(
-            f'best contiguous split of {len(self.groups)} blocks: imbalance {made.imbalance:.3f}.'
+        plan = self._finish(device_of, steps)
+        plan.steps.append(
+            f'best contiguous split of {len(self.groups)} blocks: imbalance {plan.imbalance:.3f}.'
         )
-        return made
+        return plan
 
     def dynamic(self) -> DevicePlan:
         """HF accelerate's map where it is even enough, else the best split."""
@@ -239,14 +239,14 @@ class _Job:
         second.steps[:] = dict.fromkeys(steps)
         return second
 
-    def checked(self, made: DevicePlan) -> DevicePlan:
+    def checked(self, plan: DevicePlan) -> DevicePlan:
         """Refuse an uneven plan, or add a warning to its steps."""
-        problem = describe_unevenness(made, self.groups, self.threshold, self._is_best)
+        problem = describe_unevenness(plan, self.groups, self.threshold, self._is_best)
         if problem and self.force_balance:
             raise PlacementError(f'force_balance=True refuses a plan that is {problem}')
         if problem:
-            made.steps.append(f'{WARNING}{problem}')
-        return made
+            plan.steps.append(f'{WARNING}{problem}')
+        return plan
 
     def _finish(
         self,
@@ -290,8 +290,8 @@ def clean_map(device_of: Mapping[str, str], units: Iterable[Unit]) -> Dict[str, 
     for unit in units:
         for prefix in prefixes(unit.name):
             inside.setdefault(prefix, set()).add(device_of[unit.name])
-    found: Dict[str, str] = {}
+    device_map: Dict[str, str] = {}
     for unit in units:
         name = next(p for p in prefixes(unit.name) if len(inside[p]) == 1)
-        found[name] = device_of[unit.name]
-    return found
+        device_map[name] = device_of[unit.name]
+    return device_map

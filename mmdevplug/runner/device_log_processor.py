@@ -84,8 +84,8 @@ def _average(values: Dict[str, float]) -> Dict[str, float]:
     ranks = gather_samples([values], same_structure=False)
     means = {}
     for name in values:
-        found = [each[name] for each in ranks if name in each]
-        means[name] = sum(found) / len(found)
+        values_of_ranks = [rank[name] for rank in ranks if name in rank]
+        means[name] = sum(values_of_ranks) / len(values_of_ranks)
     return means
 
 
