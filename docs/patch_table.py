@@ -17,8 +17,6 @@ LOADING = 'loading'
 CONFIG = 'config'
 GUARD = 'guard'
 AUTOPATCH = 'autopatch'
-WATCH = 'watch'
-A_RANK = 'a rank'
 WORKER = 'worker'
 COMMAND = 'command'
 
@@ -77,8 +75,6 @@ _LISTED = {
         'mmengine.dist.utils: _init_dist_mpi _init_dist_pytorch _init_dist_slurm',
         'mmengine.runner._flexible_runner.FlexibleRunner: from_cfg',
     ),
-    WATCH: ('sys: excepthook',),
-    A_RANK: ('warnings: showwarning',),
     WORKER: ('torch.utils.data._utils.fetch._MapDatasetFetcher: fetch',),
     COMMAND: ('torch.distributed.elastic.multiprocessing.api.MultiprocessContext: _start',),
 }
@@ -121,8 +117,6 @@ PERIODS_EN = {
         'a base config of ours is read in a script, or `mmdevplug.autopatch` is imported',
         'the end of the process',
     ),
-    WATCH: ('a distributed job begins to watch its ranks', 'the end of the process'),
-    A_RANK: ('a rank of `mmdevplug train --nproc` starts, without `--verbose`', 'its end'),
     WORKER: (
         'a worker process of a data loader starts, with PyTorch before 1.13',
         'the end of the worker process',
@@ -148,8 +142,6 @@ PERIODS = {
     CONFIG: ('没有 pkg_resources 时，`mmdevplug` 开始读取配置', '该操作结束'),
     GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
     AUTOPATCH: ('脚本读取我们的基础配置，或导入 `mmdevplug.autopatch`', '进程结束'),
-    WATCH: ('分布式作业开始监视各 rank', '进程结束'),
-    A_RANK: ('`mmdevplug train --nproc` 的 rank 启动，且没有 `--verbose`', '该 rank 结束'),
     WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
     COMMAND: ('`mmdevplug train --nproc` 或 `test --nproc` 启动其 rank', '这些 rank 结束'),
 }
@@ -382,19 +374,10 @@ REASONS_EN = {
         'It would ignore the key `accelerator` and train where MMEngine does.',
         'MMEngine has removed `FlexibleRunner`.',
     ),
-    'sys.excepthook': (
-        'A rank that stops because of another prints one line, not a traceback that hides'
-        " the other's.",
-        'torchrun prints the error of the rank that failed first.',
-    ),
     'torch.distributed.elastic.multiprocessing.api.MultiprocessContext._start': (
         'Each rank is sent the queues for results of all others, two descriptors each, and more'
         ' than some 120 ranks cannot be started.',
         'PyTorch sends each rank its own queue.',
-    ),
-    'warnings.showwarning': (
-        'Each rank of a host prints the same warnings to one terminal.',
-        'torchrun shows once what several ranks print.',
     ),
     'torch.utils.data._utils.fetch._MapDatasetFetcher.fetch': (
         'PyTorch before 1.13 does not ask the dataset for `__getitems__`, where the seed '
@@ -589,18 +572,10 @@ REASONS = {
         '它会忽略 `accelerator` 键，在 MMEngine 所选的设备上训练。',
         'MMEngine 移除 `FlexibleRunner`。',
     ),
-    'sys.excepthook': (
-        '因其他 rank 而停止的 rank 只打印一行，不用回溯信息淹没出错的 rank。',
-        'torchrun 打印最先出错的 rank 的错误。',
-    ),
     'torch.distributed.elastic.multiprocessing.api.MultiprocessContext._start': (
         '每个 rank 都会收到其他所有 rank 的结果队列，各占两个描述符，'
         '超过约 120 个 rank 则无法启动。',
         'PyTorch 只向每个 rank 发送它自己的队列。',
-    ),
-    'warnings.showwarning': (
-        '一台主机的每个 rank 都把同样的警告打印到同一个终端。',
-        'torchrun 对多个 rank 打印的内容只显示一次。',
     ),
     'torch.utils.data._utils.fetch._MapDatasetFetcher.fetch': (
         'PyTorch 1.13 之前不查找数据集的 `__getitems__`，而批的随机种子在其中设置。',
@@ -627,7 +602,12 @@ loops in the same process use the same device. A second runner, or a second call
 what belongs to the device of the first. The other patches stay until they are restored:""",
         restore="""\
 A process whose runner goes on needs its patches: restore them after the last use of the runner. If
-another package has replaced the same symbol in the meantime, its function stays.""",
+another package has replaced the same symbol in the meantime, its function stays.
+
+`sys.excepthook` and `warnings.showwarning` are not listed: Python's documentation provides for
+programs that assign them. With the first, a rank that stops because of another prints one line and
+no traceback. With the second, only one rank of each host of `mmdevplug train --nproc` prints a
+warning.""",
         which='## Symbols',
         symbols=('symbol', 'active', 'why', 'unnecessary when'),
     ),
@@ -648,7 +628,11 @@ PyTorch 的所有属性与列表对比。""",
 设备。第二个 runner 或第二次调用会先恢复属于前一个设备的补丁。其余补丁一直有效，直到被恢复：""",
         restore="""\
 runner 仍在使用时需要这些补丁：请在最后一次使用 runner 之后恢复。
-若其他包在此期间替换了同一符号，则保留其函数。""",
+若其他包在此期间替换了同一符号，则保留其函数。
+
+列表不含 `sys.excepthook` 和 `warnings.showwarning`：Python 文档允许程序给它们赋值。前者使因其他
+rank 而停止的 rank 只打印一行，不打印回溯信息；后者使 `mmdevplug train --nproc` 在每台主机上只有
+一个 rank 打印同样的警告。""",
         which='## 符号',
         symbols=('符号', '有效期', '原因', '何时不再需要'),
     ),

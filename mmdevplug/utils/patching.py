@@ -1,7 +1,8 @@
 """Replace symbols of other packages for a while, record what is replaced, and restore it.
 
 Every replacement goes through :func:`patch_symbol`, and stands with its reason in
-``docs/patch_table.py``. An attribute of one object is simply assigned.
+``docs/patch_table.py``. An attribute of one object is simply assigned, and so are
+``sys.excepthook`` and ``warnings.showwarning``, which Python documents for that.
 """
 
 import threading
