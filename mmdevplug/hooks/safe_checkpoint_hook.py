@@ -130,7 +130,7 @@ class SafeCheckpointHook(CheckpointHook):
         meta = dict(epoch=runner.epoch, iter=step)
         path = self.path_of(f'interrupted_iter_{step}.pth')
         runner.message_hub.update_info('interrupted_ckpt', path)
-        self._save(runner, meta, path, [])
+        self._save(runner, path, [], meta)
         self._saver.finish()
         return path
 
@@ -158,14 +158,14 @@ class SafeCheckpointHook(CheckpointHook):
             outdated.append(hub.pop_info('interrupted_ckpt'))
         self.last_ckpt = path
         hub.update_info('last_ckpt', path)
-        self._save(runner, meta, path, outdated)
+        self._save(runner, path, outdated, meta)
 
     def _save_best_checkpoint(self, runner: AnyRunner, metrics: dict) -> None:
         if not (self.save_best and self._resume_state.can_save):
             return  # no training has begun: this is a validation alone
         step = runner.epoch if self.by_epoch else runner.iter
         meta = dict(epoch=runner.epoch, iter=runner.iter)
-        saved = self._best.save(runner, metrics, step, partial(self._save, runner, meta))
+        saved = self._best.save(runner, metrics, step, partial(self._save, runner, meta=meta))
         # Once more, so that the newest checkpoint knows of the best score and its file.
         if saved and self.last_ckpt is not None:
             self._save_checkpoint_with_step(runner, step, meta)
@@ -178,7 +178,7 @@ class SafeCheckpointHook(CheckpointHook):
             self._saver.note_finished(runner)
 
     def _save(
-        self, runner: AnyRunner, meta: dict, path: str, outdated: Sequence[str], **options: Any
+        self, runner: AnyRunner, path: str, outdated: Sequence[str], meta: dict, **options: Any
     ) -> None:
         options = options or dict(
             save_optimizer=self.save_optimizer,
