@@ -116,7 +116,7 @@ CHUNK = 1 << 20
 
 def count_memory(folder):
     """Collect 60 MB in pieces: masks as arrays, as tensors and as bytes, and one large result."""
-    from mmdevplug.distributed import results as module
+    from mmdevplug.distributed import gather_results as module
 
     _, rank = start('cpu', folder)
     module.CHUNK_BYTES = CHUNK
