@@ -191,8 +191,8 @@ class LossTimer:
 def work(name: str, way: str) -> None:
     """Train in this process, and print a line of JSON after each iteration."""
     from mmdevplug import init_device
-    from mmdevplug.model.host.predictions import training_step
-    from mmdevplug.model.prepare import place_model
+    from mmdevplug.lazy.predictions import training_step
+    from mmdevplug.model.place_model import place_model
     from mmdevplug.optim.device_optim_wrapper import DeviceOptimWrapper
 
     torch.set_num_threads(1)

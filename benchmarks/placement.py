@@ -30,9 +30,9 @@ from torch import nn
 
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import DevicePlan, module_sizes, plan
-from mmdevplug.model_parallel.blocks import find_units, group_units, shared_names
 from mmdevplug.model_parallel.device_plan import imbalance
 from mmdevplug.model_parallel.partition import Partition
+from mmdevplug.model_parallel.units import find_units, group_units, shared_names
 from mmdevplug.model_parallel.unsplittable import WholeModules
 
 DOCS = Path(__file__).parents[1] / 'docs'

@@ -17,8 +17,6 @@ LOADING = 'loading'
 CONFIG = 'config'
 GUARD = 'guard'
 AUTOPATCH = 'autopatch'
-WATCH = 'watch'
-A_RANK = 'a rank'
 WORKER = 'worker'
 COMMAND = 'command'
 
@@ -77,8 +75,6 @@ _LISTED = {
         'mmengine.dist.utils: _init_dist_mpi _init_dist_pytorch _init_dist_slurm',
         'mmengine.runner._flexible_runner.FlexibleRunner: from_cfg',
     ),
-    WATCH: ('sys: excepthook',),
-    A_RANK: ('warnings: showwarning',),
     WORKER: ('torch.utils.data._utils.fetch._MapDatasetFetcher: fetch',),
     COMMAND: ('torch.distributed.elastic.multiprocessing.api.MultiprocessContext: _start',),
 }
@@ -121,8 +117,6 @@ PERIODS_EN = {
         'a base config of ours is read in a script, or `mmdevplug.autopatch` is imported',
         'the end of the process',
     ),
-    WATCH: ('a distributed job begins to watch its ranks', 'the end of the process'),
-    A_RANK: ('a rank of `mmdevplug train --nproc` starts, without `--verbose`', 'its end'),
     WORKER: (
         'a worker process of a data loader starts, with PyTorch before 1.13',
         'the end of the worker process',
@@ -148,8 +142,6 @@ PERIODS = {
     CONFIG: ('没有 pkg_resources 时，`mmdevplug` 开始读取配置', '该操作结束'),
     GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
     AUTOPATCH: ('脚本读取我们的基础配置，或导入 `mmdevplug.autopatch`', '进程结束'),
-    WATCH: ('分布式作业开始监视各 rank', '进程结束'),
-    A_RANK: ('`mmdevplug train --nproc` 的 rank 启动，且没有 `--verbose`', '该 rank 结束'),
     WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
     COMMAND: ('`mmdevplug train --nproc` 或 `test --nproc` 启动其 rank', '这些 rank 结束'),
 }
@@ -360,19 +352,10 @@ REASONS_EN = {
         'It ignores the key `accelerator`.',
         'MMEngine has removed `FlexibleRunner`.',
     ),
-    'sys.excepthook': (
-        "A rank that stops because of another prints one line, so that the other's traceback "
-        'stays visible.',
-        'torchrun prints the error of the rank that failed first.',
-    ),
     'torch.distributed.elastic.multiprocessing.api.MultiprocessContext._start': (
         'Each rank gets the result queues of all others, so more than about 120 ranks '
         'cannot start.',
         'PyTorch sends each rank its own queue.',
-    ),
-    'warnings.showwarning': (
-        'Each rank of a host prints the same warnings.',
-        'torchrun shows equal lines once.',
     ),
     'torch.utils.data._utils.fetch._MapDatasetFetcher.fetch': (
         'PyTorch before 1.13 does not call `__getitems__`, which sets the seed of a batch.',
@@ -536,17 +519,9 @@ REASONS = {
         '它忽略 `accelerator` 键。',
         'MMEngine 移除 `FlexibleRunner`。',
     ),
-    'sys.excepthook': (
-        '因其他 rank 而停止的 rank 只打印一行，不掩盖出错 rank 的回溯信息。',
-        'torchrun 打印最先出错的 rank 的错误。',
-    ),
     'torch.distributed.elastic.multiprocessing.api.MultiprocessContext._start': (
         '每个 rank 都收到其他所有 rank 的结果队列，超过约 120 个 rank 则无法启动。',
         'PyTorch 只向每个 rank 发送它自己的队列。',
-    ),
-    'warnings.showwarning': (
-        '一台主机的每个 rank 都打印同样的警告。',
-        'torchrun 对相同的行只显示一次。',
     ),
     'torch.utils.data._utils.fetch._MapDatasetFetcher.fetch': (
         'PyTorch 1.13 之前不调用 `__getitems__`，而批的随机种子在其中设置。',
@@ -571,7 +546,11 @@ the same process use the same device. A second runner first restores the patches
 device. List and restore patches like this:""",
         restore="""\
 Restore them after the last use of the runner. If another package has since replaced the same
-symbol, its function stays.""",
+symbol, its function stays.
+
+`sys.excepthook` and `warnings.showwarning` are not listed: Python lets programs assign them. With
+the first, a rank that stops because of another prints one line. With the second, one rank of each
+host prints a warning.""",
         which='## Symbols',
         symbols=('symbol', 'active', 'why', 'unnecessary when'),
     ),
@@ -589,7 +568,10 @@ symbol, its function stays.""",
 `runner.train()`、`val()` 或 `test()` 结束时不恢复任何补丁：同一进程中的推理器和其他循环使用同一
 设备。第二个 runner 会先恢复前一个设备的补丁。列出并恢复补丁：""",
         restore="""\
-请在最后一次使用 runner 之后恢复。若其他包后来替换了同一符号，则保留其函数。""",
+请在最后一次使用 runner 之后恢复。若其他包后来替换了同一符号，则保留其函数。
+
+列表不含 `sys.excepthook` 和 `warnings.showwarning`：Python 允许程序给它们赋值。前者使因其他 rank
+而停止的 rank 只打印一行；后者使每台主机只有一个 rank 打印同样的警告。""",
         which='## 符号',
         symbols=('符号', '有效期', '原因', '何时不再需要'),
     ),

@@ -41,7 +41,7 @@ _LAZY = {
     'DeviceRunner': 'mmdevplug.runner',
     'follow_runner_type': 'mmdevplug.patches.runner_type',
     'init_device': 'mmdevplug.runner',
-    'patch_mmengine': 'mmdevplug.model.inferencers',
+    'patch_mmengine': 'mmdevplug.patches.mmengine',
     'enter_rank_device': 'mmdevplug.accelerators',
 }
 

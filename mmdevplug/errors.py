@@ -59,12 +59,12 @@ class RankFailedError(DevPlugError):
     brief: Optional[str] = None
 
     def one_line(self) -> str:
-        """What to print instead of a traceback."""
+        """The message to print instead of a traceback."""
         return f'{type(self).__name__}: {self.brief or self}'
 
 
 def first_line(error: object) -> str:
-    """What an error says, without the frames of C++ that PyTorch adds; its type if nothing."""
+    """The message of an error without PyTorch's C++ frames, or the name of its type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

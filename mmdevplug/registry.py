@@ -19,7 +19,7 @@ from .utils.logs import log_warning
 
 SCOPE = 'mmdevplug'
 
-#: What is imported when it is named: the classes of these rooms, and their modules.
+#: Classes of these rooms and their modules, which are imported when a class is looked up.
 MODULES = dict(
     gradients=dict(
         DeviceDistributedDataParallel='wrapper',
@@ -182,6 +182,17 @@ def ours_for(kind: type) -> type:
         return kind
     theirs, ours = found
     return ours if kind is theirs else _put_under(kind, theirs, ours)
+
+
+def with_ours(registry: Registry, cfg: Any, default: object = None) -> Any:
+    """Replace the class that a config names by ours, or put ours under it; see :func:`ours_for`.
+
+    ``default`` is the class where a config names none. What is no config is returned as it is.
+    """
+    if not isinstance(cfg, dict):
+        return cfg
+    kind = class_of(registry, cfg.get('type', default), cfg.get('_scope_'))
+    return cfg if kind is None else dict(cfg, type=ours_for(kind))
 
 
 def _put_under(kind: type, theirs: type, ours: type) -> type:

@@ -8,7 +8,7 @@ import pytest
 from mmengine.config import Config, ConfigDict
 
 import mmdevplug
-from mmdevplug.config.prepare import prepare_config
+from mmdevplug.config.runner_config import prepare_config
 from mmdevplug.errors import DevPlugError
 from tests.commands import python
 from tests.jobs import PATHS, ROOT
@@ -223,7 +223,7 @@ assert 'mmdevplug' in sys.modules
 assert cfg.runner_type == 'DeviceRunner'
 assert cfg.env_cfg.dist_cfg.backend == 'nccl', cfg.env_cfg
 assert cfg.custom_hooks[0].type.__name__ == 'EMAHook'
-from mmdevplug.config.prepare import prepare_config
+from mmdevplug.config.runner_config import prepare_config
 from tests.commands import python
 from tests.jobs import PATHS, ROOT
 prepared = prepare_config(cfg)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mmdevplug.patches.autocast import UNTRACED
 from tests.jobs import ROOT
 from tests.tiers import has_a_branch
 
@@ -27,10 +28,11 @@ ROOMS = [
     'optim',
     'samples',
     'patches',
+    'lazy',
     'distributed',
-    'fault_tolerance',
     'device_guard',
     'accelerators',
+    'fault_tolerance',
     'environments',
     'config',
     'staged',
@@ -117,6 +119,11 @@ def test_no_modules_import_each_other_in_a_circle():
     # A package's own __init__ gathers what its modules define, and they import each other.
     circles = [name for name in imports() if not name.endswith('__init__') and name in reach(name)]
     assert not circles
+
+
+def test_rooms_that_are_not_traced_exist():
+    """``torch.compile`` would silently trace a room that has another name now."""
+    assert set(UNTRACED.split()) <= {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 
 
 def test_hooks_holds_hooks():

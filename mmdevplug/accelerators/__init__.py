@@ -9,11 +9,11 @@ from .base import Accelerator, Compilation, Copies, Precision, devices_of
 from .context import (
     DEFAULT_TIMEOUT,
     DeviceContext,
-    current_accelerator,
+    context_of,
     device_context,
     enter_rank_device,
-    rank_device,
-    rank_devices,
+    group_timeout,
+    rank_context,
     set_device_context,
 )
 from .cpu import CPUAccelerator
@@ -49,14 +49,14 @@ __all__ = [
     'XLAAccelerator',
     'available_accelerators',
     'choose_accelerator',
-    'current_accelerator',
+    'context_of',
     'device_context',
     'devices_of',
     'enter_rank_device',
     'get_accelerator',
     'probe_device',
-    'rank_device',
-    'rank_devices',
+    'group_timeout',
+    'rank_context',
     'set_device_context',
     'to_device',
 ]

@@ -11,7 +11,8 @@ from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.logs import log_warning
 
-from . import Accelerator, current_accelerator, device_context, rank_device
+from . import Accelerator, device_context, rank_context
+from .context import current_accelerator
 
 #: The backend of :mod:`mmdevplug.staged`, which is imported where it is used.
 STAGED = 'staged'
@@ -71,7 +72,7 @@ def group_device(group: AnyGroup = None) -> torch.device:
     if (context is None or not context.final) and 'LOCAL_RANK' not in os.environ:
         # Whoever started the group without a launcher has set the device, too.
         return current_accelerator().current_device()
-    return rank_device()[1]
+    return rank_context().device
 
 
 def takes_tensors(accelerator: Accelerator, backend: str) -> bool:

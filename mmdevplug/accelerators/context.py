@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Dict, Optional, Tuple
-from weakref import WeakKeyDictionary
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.environments.launch_variables import LaunchEnv, read_local_rank
-from mmdevplug.utils.annotations import AnyGroup
 
 from .base import Accelerator
 from .detection import AcceleratorConfig, choose_accelerator, get_accelerator
@@ -26,16 +24,14 @@ class DeviceContext:
 
     accelerator: Accelerator  #: The family of devices.
     reason: str  #: Why the accelerator was chosen.
-    device: torch.device  #: Of this rank.
+    device: torch.device  #: The device of this rank.
     env: LaunchEnv = LaunchEnv()  #: How this process was started.
-    backend: Optional[str] = None  #: Of the process group, None for a single process.
-    timeout: timedelta = DEFAULT_TIMEOUT  #: Of the process group.
+    backend: Optional[str] = None  #: Backend of the process group, None for a single process.
+    timeout: timedelta = DEFAULT_TIMEOUT  #: Timeout of the process group.
     more_devices: Tuple[torch.device, ...] = ()  #: Others that this rank's model is spread over.
     #: Whether :func:`mmdevplug.init_device` set it up. Under a stock runner the device may still
     #: change, when that runner starts its process group.
     final: bool = True
-    #: Another one that :func:`enter_rank_device` was asked for since, e.g. to patch MMEngine.
-    override: Optional[Accelerator] = None
     #: Dtypes of 64 bits that the device does not keep.
     unsupported_64bit_dtypes: Tuple[str, ...] = ()
 
@@ -64,43 +60,53 @@ class DeviceContext:
         return f'{line}. {missing}' if missing else line
 
 
-class Process:
-    """What this process has set up; there is one, :data:`PROCESS`, from its import to its end."""
+class _Process:
+    """The state of this room in this process."""
 
-    def __init__(self) -> None:
-        self.context: Optional[DeviceContext] = None
-        #: The :class:`mmdevplug.fault_tolerance.failure_watch.FailureWatch` of a job of ranks.
-        self.watch: Any = None
-        #: Above 0 inside parts of the program that all ranks run together, which may be nested.
-        #: Elsewhere the silence of another rank is no failure.
-        self.waiting = 0
-        self.waiting_since = 0.0  # in seconds of the monotonic clock
-        #: The :class:`mmdevplug.patches.mmcv_ops.patch.OperatorPatch` that is installed.
-        self.mmcv_ops: Any = None
-        self._by_group: WeakKeyDictionary[Any, Dict[str, Any]] = WeakKeyDictionary()
-
-    def of_group(self, group: AnyGroup) -> Dict[str, Any]:
-        """What was made or measured for a process group, kept for as long as the group exists."""
-        return self._by_group.setdefault(torch_dist.group.WORLD if group is None else group, {})
+    context: Optional[DeviceContext] = None
 
 
-PROCESS = Process()
+_PROCESS = _Process()
 
 
 def device_context() -> Optional[DeviceContext]:
     """The context of this process, None before a device was chosen."""
-    return PROCESS.context
+    return _PROCESS.context
 
 
 def set_device_context(context: Optional[DeviceContext]) -> None:
     """Replace the context of this process."""
-    PROCESS.context = context
+    _PROCESS.context = context
 
 
 def current_accelerator() -> Accelerator:
-    """The accelerator of this process, or else the one that detection finds."""
-    context = PROCESS.context
-    return get_accelerator('auto') if context is None else context.override or context.accelerator
+    """The accelerator of this process, or else the one that detection finds; chooses no device."""
+    context = _PROCESS.context
+    return get_accelerator('auto') if context is None else context.accelerator
+
+
+def rank_context() -> DeviceContext:
+    """Where this rank computes; under a stock runner its device is chosen and made current first.
+
+    For code without a runner; a runner has a context of its own, see :func:`context_of`.
+    """
+    context = _PROCESS.context
+    if context is None:
+        return _enter(*choose_accelerator())
+    if context.final or context.env == group_env():
+        return context
+    return _enter(context.accelerator, context.reason)  # a process group has started since
+
+
+def context_of(runner: Any) -> DeviceContext:
+    """The context that a runner was built with, or of this rank for a stock runner."""
+    context = getattr(runner, 'device_context', None)
+    return rank_context() if context is None else context
+
+
+def group_timeout() -> timedelta:
+    """The timeout of the process group, or PyTorch's default where others started it."""
+    return _PROCESS.context.timeout if _PROCESS.context else DEFAULT_TIMEOUT
 
 
 def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.device]:
@@ -111,44 +117,36 @@ def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, to
             :func:`mmdevplug.accelerators.choose_accelerator`. Defaults to None: what
             :func:`mmdevplug.init_device` set up, or else what detection finds.
     """
-    context = device_context()
-    if context is None or config is not None:
-        accelerator, reason = choose_accelerator(config)
-    elif context.final:
-        return context.accelerator, context.device
-    else:
-        accelerator, reason = context.accelerator, context.reason
-    distributed = torch_dist.is_available() and torch_dist.is_initialized()
+    context = rank_context() if config is None else _enter(*choose_accelerator(config))
+    return context.accelerator, context.device
+
+
+def _enter(accelerator: Accelerator, reason: str) -> DeviceContext:
+    """Make this rank's device of an accelerator the current one, and that of the context."""
+    context = _PROCESS.context
+    if context is None or not context.final:
+        context = DeviceContext(accelerator, reason, torch.device('cpu'), group_env(), final=False)
+    elif accelerator is context.accelerator:
+        return context
     # The CPU has room for every rank, so a missing LOCAL_RANK is no error there.
-    alone = accelerator.shares_devices or not distributed
+    alone = accelerator.shares_devices or not _in_group()
     device = accelerator.device(0 if alone else read_local_rank())
     accelerator.set_device(device)
-    if context is None or not context.final:
-        env = group_env() if distributed else LaunchEnv()
-        set_device_context(DeviceContext(accelerator, reason, device, env, final=False))
-    else:
-        set_device_context(replace(context, override=accelerator))
-    return accelerator, device
+    context = replace(
+        context, accelerator=accelerator, reason=reason, device=device, more_devices=()
+    )
+    set_device_context(context)
+    return context
 
 
-def rank_device() -> Tuple[Accelerator, torch.device]:
-    """The accelerator and the device of this rank; under a stock runner they are chosen first."""
-    context = PROCESS.context
-    if context is not None and context.final:
-        return context.accelerator, context.device
-    return enter_rank_device()
-
-
-def rank_devices() -> Tuple[torch.device, ...]:
-    """All devices of this rank's model: one, unless the model is spread over several."""
-    context = device_context()
-    if context is None or not context.final:
-        return (rank_device()[1],)
-    return context.devices
+def _in_group() -> bool:
+    return torch_dist.is_available() and torch_dist.is_initialized()
 
 
 def group_env() -> LaunchEnv:
-    """The place of this process in a process group that another package started."""
+    """The place of this process in a process group that another package started, if any."""
+    if not _in_group():
+        return LaunchEnv()
     return LaunchEnv(
         rank=torch_dist.get_rank(), world_size=torch_dist.get_world_size(), local_world_size=None
     )

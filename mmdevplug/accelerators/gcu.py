@@ -111,7 +111,7 @@ class T20Accelerator(LazyAccelerator):
         return _torch_gcu().gcu_device(super().device(local_rank).index)
 
     def devices_per_rank(self) -> int:
-        """What the vendor's own collectives multiply a local rank by."""
+        """Clusters per card: rank r uses device r * LEO_CLUSTER_NUM."""
         value = os.environ.get('LEO_CLUSTER_NUM', '1')
         if not re.fullmatch('[1-9][0-9]*', value.strip()):
             raise AcceleratorError(

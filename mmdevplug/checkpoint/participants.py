@@ -1,4 +1,4 @@
-"""What takes part in resuming: things by name, each with ``state_dict`` and ``load_state_dict``.
+"""Collect and restore named objects that have ``state_dict`` and ``load_state_dict``.
 
 Saving asks each for its state, and resuming gives each its own back. Every rank has states of its
 own, which are gathered once: a checkpoint holds them as the bytes of a file for each rank.
@@ -17,7 +17,7 @@ from mmengine.hooks import EarlyStoppingHook, Hook, SyncBuffersHook
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from mmdevplug.accelerators import rank_device, rank_devices
+from mmdevplug.accelerators import rank_context
 from mmdevplug.accelerators.random_states import random_state, set_random_state
 from mmdevplug.data.resumable_loader import has_state, make_resumable
 from mmdevplug.distributed.byte_exchange import gather_bytes
@@ -33,12 +33,12 @@ from .host_copy import copy_to_host
 from .refusals import refusal, refuse_other_types
 from .writing import save_with_warning
 
-#: The key in a checkpoint, and the version of what is under it.
+#: The key in a checkpoint, and the version of its format.
 KEY, VERSION = 'mmdevplug', 4
-#: What is of one rank alone, and of no use to a job with another number of ranks.
+#: Participants whose state is useless to a job with another number of ranks.
 _OF_ONE_RANK = ('random', 'buffers')
 _OF_RUNNER = (*_OF_ONE_RANK, 'plain', 'train_loop', 'val_loop')
-#: What MMEngine's own hooks change while training, and do not derive from the runner.
+#: Attributes that MMEngine's own hooks change while training and cannot recompute.
 _ATTRIBUTES = {
     EarlyStoppingHook: ('wait_count', 'best_score'),
     SyncBuffersHook: ('called_in_train',),
@@ -95,18 +95,20 @@ class Participants:
         if self.waiting:
             self._give()
 
-    def noting(self, build: Callable[..., Any]) -> Callable[..., Any]:
-        """Let a function add the loaders that it builds."""
+    def note_loaders(self, runner: AnyRunner) -> None:
+        """Let a runner add the loaders that it builds."""
+        # A static method, which does not know for which runner it builds.
+        build = type(runner).build_dataloader
 
         @wraps(build)
-        def built(*args: object, **kwargs: object) -> Any:
+        def build_and_add(*args: Any, **kwargs: Any) -> Any:
             loader = build(*args, **kwargs)
             self._built += 1
             kind = type(getattr(loader, 'dataset', loader)).__name__
             self._add_loader(f'loader {kind}/{self._built}', loader)
             return loader
 
-        return built
+        runner.build_dataloader = build_and_add
 
     def add_loops(self, runner: AnyRunner) -> None:
         """Add the loops of a runner, and all loaders that they hold."""
@@ -215,7 +217,7 @@ def warn_of_unused(states: Mapping[str, Any]) -> None:
 def gather_states(participants: Participants) -> Dict[str, Any]:
     """Collect the states of all ranks for the key :data:`KEY`; all ranks take part."""
     stream = io.BytesIO()
-    states = copy_to_host(participants.state_dict(), rank_device()[0])
+    states = copy_to_host(participants.state_dict(), rank_context().accelerator)
     save_with_warning(states, stream, 'a state of this rank')
     ranks = [torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)]
     if get_world_size() > 1:
@@ -286,9 +288,10 @@ class RandomStates:
 
     def state_dict(self, renew: bool = True) -> Dict[str, Any]:
         """Note the states as they are now, for :meth:`restore`, too."""
+        context = rank_context()
         if renew:
-            rank_device()[0].renew_rng()
-        self._saved = random_state(rank_device()[0], rank_devices())
+            context.accelerator.renew_rng()
+        self._saved = random_state(context.accelerator, context.devices)
         return self._saved
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
@@ -302,16 +305,18 @@ class RandomStates:
             only_lazy (bool): Whether to restore that of a lazy device alone. It moves with
                 executions, of which a resumed run may have other numbers in a validation.
         """
-        accelerator, device = rank_device()
+        context = rank_context()
+        accelerator = context.accelerator
         if self._saved is None or (only_lazy and not accelerator.compilation.lazy):
             return
         state = self._saved
         if only_lazy:
-            state = dict(random_state(accelerator, rank_devices()), device=state['device'])
-        left = set_random_state(state, accelerator, rank_devices())
+            state = dict(random_state(accelerator, context.devices), device=state['device'])
+        left = set_random_state(state, accelerator, context.devices)
         if left is not None and not only_lazy:
             log_warning(
-                f'Random numbers on {device} differ from those of an uninterrupted run: {left}.'
+                f'Random numbers on {context.device} differ from those of an uninterrupted run: '
+                f'{left}.'
             )
 
 

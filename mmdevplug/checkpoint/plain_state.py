@@ -29,16 +29,16 @@ from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
-from mmdevplug.accelerators import rank_device
+from mmdevplug.accelerators import rank_context
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 
 from .host_copy import find_leaves
 from .participants import keeps_state, named_hooks, warn_of_unused
 
-#: Of one attribute: more would make checkpoints large, and is a cache more often than a state.
+#: The largest attribute that is saved. Larger ones are more often a cache than a state.
 MOST_BYTES = 16 * 2**20
-_MOST_PARTS = MOST_BYTES // 8  # of 8 bytes each at least
+_MOST_PARTS = MOST_BYTES // 8  # a container counts at least 8 bytes for each item
 _MOST_LEVELS = 3
 _MOST_OBJECTS = 100
 
@@ -54,12 +54,13 @@ _NO_STATE = (
     *(type, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
     *(torch.device, torch.dtype, torch.memory_format, torch.layout),
 )
-#: Of every module, and what mmdet's dense heads compute in every iteration.
+#: Attributes of every module, and one that mmdet's dense heads compute in every iteration.
 _OF_MODULES = {*vars(nn.Module()), '_raw_positive_infos'}
-#: Of mmdet's hooks that replace the pipeline of the training data, once: they do it again.
+#: Flags of mmdet's hooks that switch the pipeline of the training data once. They are not
+#: restored, so that the hook switches again.
 _OF_HOOKS = {'_has_switched', '_restart_dataloader'}
-#: What MMEngine's hooks change while training, and set again when a run begins: it is theirs in a
-#: subclass, too.
+#: Attributes that MMEngine's hooks change while training and set again when a run begins; skipped
+#: in subclasses, too.
 _OF_MMENGINES_HOOKS: Dict[type, Tuple[str, ...]] = {
     CheckpointHook: ('best_ckpt_path', 'best_ckpt_path_dict', 'keep_ckpt_ids', 'last_ckpt'),
     EMAHook: ('ema_model', 'src_model'),
@@ -68,9 +69,9 @@ _OF_MMENGINES_HOOKS: Dict[type, Tuple[str, ...]] = {
     ProfilerHook: ('profiler', '_closed'),
     RuntimeInfoHook: ('last_loop_stage',),
 }
-#: Marks of what is not there, or not yet filled.
+#: Fingerprints of an attribute that is missing or has not been set yet.
 _UNSET = (None, (type(None), None), (bool, False))
-#: In place of an attribute: which parameters of a module a hook has unfrozen or frozen.
+#: The name under which it is saved which parameters of a module are trained.
 _TRAINED = 'requires_grad of parameters'
 
 
@@ -101,29 +102,29 @@ class PlainState:
 
         Each value comes with whether its tensors were on the device.
         """
-        found: Dict[str, Dict[str, Any]] = {}
-        left: Dict[str, None] = {}
+        changed: Dict[str, Dict[str, Any]] = {}
+        not_saved: Dict[str, None] = {}
         for owner in _owners(self._runner):
             if owner.path not in self._first and not isinstance(owner.value, nn.Module):
-                continue  # made while training, as is what holds it
+                continue  # created during training, so it cannot be restored by path
             first, marks = self._first.get(owner.path, {}), _marks(owner)
             differ = sorted(name for name in marks if first.get(name) != marks[name])
             unfit = {name for name in differ if owner.late or not marks[name][1]}
             for name in differ:
                 value = owner.attributes[name]
                 if _is_switch(owner, name, value):
-                    found.setdefault(owner.path, {})[name] = (False, value)
+                    changed.setdefault(owner.path, {})[name] = (False, value)
                     continue
                 # Attributes that the first use fills, such as a cache and the flag that says so,
                 # are left out together: a restored flag would promise a cache that is not there.
                 if name in unfit or (unfit and first.get(name, (None,))[0] in _UNSET):
-                    # Objects of one list share a name.
+                    # All objects of a list share one name in the warning.
                     path = re.sub(r'\[.*?\]', '[...]', owner.path)
-                    left[f'{path}.{name} ({type(value).__name__})'] = None
+                    not_saved[f'{path}.{name} ({type(value).__name__})'] = None
                     continue
-                on_device = any(each.device.type != 'cpu' for each in _tensors(value).values())
-                found.setdefault(owner.path, {})[name] = (on_device, value)
-        new = [each for each in left if each not in self._warned]
+                on_device = any(tensor.device.type != 'cpu' for tensor in _tensors(value).values())
+                changed.setdefault(owner.path, {})[name] = (on_device, value)
+        new = [tensor for tensor in not_saved if tensor not in self._warned]
         if new:
             log_warning(
                 f'Changes while training and is not saved: {", ".join(new)}. A resumed run begins '
@@ -132,22 +133,22 @@ class PlainState:
                 f'state_dict() and load_state_dict(); ignore caches.'
             )
         self._warned.update(new)
-        return found
+        return changed
 
     def load_state_dict(self, saved: Dict[str, Dict[str, Any]]) -> None:
         """Restore what :meth:`state_dict` returned in an earlier run."""
-        saved, left = dict(saved), []
+        saved, skipped = dict(saved), []
         for owner in list(_owners(self._runner)):
             for name, (on_device, value) in saved.pop(owner.path, {}).items():
                 if _is_switch(owner, name, value):
-                    left.append(f'{owner.path}.{name}={value}')
+                    skipped.append(f'{owner.path}.{name}={value}')
                 else:
                     _put(owner, name, value, on_device)
-        if left:
+        if skipped:
             print_log(
-                f'Not restored: {", ".join(left)}. Such a name may say what this process has yet '
-                f'to do, such as registering hooks. For a state of training, give a module a name '
-                f'without _ or a buffer, and a hook state_dict() and load_state_dict().',
+                f'Not restored: {", ".join(skipped)}. Such a name may say what this process has '
+                f'yet to do, such as registering hooks. For a state of training, give a module a '
+                f'name without _ or a buffer, and a hook state_dict() and load_state_dict().',
                 'current',
             )
         warn_of_unused(saved)
@@ -175,8 +176,7 @@ def _owners(runner: AnyRunner) -> Iterator[Owner]:
     todo: List[Tuple[str, Any, int, bool]] = []
     late = False
     for name, hook in named_hooks(runner):
-        # Others save their state.
-        if not keeps_state(hook):
+        if not keeps_state(hook):  # those with a state_dict() save their state themselves
             todo.append((f'hook {name}', hook, 0, late))
         late = late or isinstance(hook, CheckpointHook)
     todo.append(('model', runner.model, 0, False))
@@ -201,31 +201,31 @@ def _attributes(value: object) -> Dict[str, Any]:
     package = type(value).__module__.split('.')[0]
     of_ours = package == 'mmdevplug' or (package == 'mmengine' and isinstance(value, Hook))
     left_out: Set[str] = set()
-    found = {} if of_ours else dict(vars(value))
+    attributes = {} if of_ours else dict(vars(value))
     if isinstance(value, nn.Module):
         left_out = _OF_MODULES
-        found[_TRAINED] = {
+        attributes[_TRAINED] = {
             n: p.requires_grad for n, p in value._parameters.items() if p is not None
         }
         for name in value._non_persistent_buffers_set:
-            found[name] = value._buffers[name]
+            attributes[name] = value._buffers[name]
     elif isinstance(value, Hook):
         left_out = set(_OF_HOOKS)
         for kind, names in _OF_MMENGINES_HOOKS.items():
             if isinstance(value, kind):
                 left_out.update(names)
-    for name in left_out & found.keys():
-        del found[name]
-    return found
+    for name in left_out & attributes.keys():
+        del attributes[name]
+    return attributes
 
 
-def _objects(value: Any, at: str = '') -> Iterator[Tuple[str, Any]]:
+def _objects(value: Any, index: str = '') -> Iterator[Tuple[str, Any]]:
     """The objects of plain Python classes, and modules, in an attribute, with their places."""
     if isinstance(value, nn.Module) or _is_plain_object(value):
-        yield at, value
-    elif type(value) in {list, tuple, *_DICTS} and len(value) < _MOST_OBJECTS and len(at) < 64:
-        for key, part in value.items() if type(value) in _DICTS else enumerate(value):
-            yield from _objects(part, f'{at}[{key!r:.20}]')
+        yield index, value
+    elif type(value) in {list, tuple, *_DICTS} and len(value) < _MOST_OBJECTS and len(index) < 64:
+        for key, item in value.items() if type(value) in _DICTS else enumerate(value):
+            yield from _objects(item, f'{index}[{key!r:.20}]')
 
 
 def _is_plain_object(value: object) -> bool:
@@ -238,7 +238,7 @@ def _is_plain_object(value: object) -> bool:
 
 
 class _Same:
-    """Equal to a mark of the same object; a tensor must not have been written to since."""
+    """Compare an object by identity, a tensor also by its version."""
 
     def __init__(self, value: Any) -> None:
         is_tensor = isinstance(value, Tensor)
@@ -255,10 +255,10 @@ class _Same:
 
 
 def _marks(owner: Owner) -> Dict[str, Tuple[Any, bool]]:
-    """What tells whether attributes have changed that may be a state, and whether they fit."""
+    """Fingerprint each attribute that may be a state; say whether it is small enough to save."""
     marks = {}
     for name, value in owner.attributes.items():
-        # Objects are walked over, with attributes of their own; others are computed anew.
+        # The walk yields plain objects by themselves. Tensors with a graph are computed again.
         walked = isinstance(value, nn.Module) or _is_plain_object(value)
         if not (walked or isinstance(value, _NO_STATE) or getattr(value, 'grad_fn', None)):
             mark, size = _examine(value)
@@ -267,18 +267,18 @@ def _marks(owner: Owner) -> Dict[str, Tuple[Any, bool]]:
 
 
 def _is_switch(owner: Owner, name: str, value: object) -> bool:
-    """Whether an attribute may say that something is done which a new process has to do again.
+    """Whether an attribute may be a flag for work that a new process has to do again.
 
-    So may a bool of a hook, and one of a module that others are not meant to know.
+    A bool of a hook may be one, and a bool of a module whose name begins with ``_``.
     """
     private = isinstance(owner.value, Hook) or name.startswith('_')
     return private and type(value) is bool
 
 
 def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[Any, float]:
-    """Return what tells whether a value has changed, and its bytes, infinity if it is not plain.
+    """Return the fingerprint of a value and its size in bytes, infinity if it cannot be saved.
 
-    Containers may have ``most`` parts; larger ones count as changed if they are replaced.
+    Containers with more than ``most`` items are compared by identity.
     """
     kind = type(value)
     size: float
@@ -292,8 +292,8 @@ def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[Any, float]:
         return (value.dtype.str, value.shape, data), value.nbytes
     if kind in _DICTS | _SERIES and len(value) <= most:
         marks, size = [], 0.0
-        for part in [*value.keys(), *value.values()] if kind in _DICTS else value:
-            mark, of_part = _examine(part, most // (len(value) + 1))
+        for item in [*value.keys(), *value.values()] if kind in _DICTS else value:
+            mark, of_part = _examine(item, most // (len(value) + 1))
             marks.append(mark)
             size += 8 + of_part
         factory = getattr(value, 'default_factory', None)
@@ -329,12 +329,12 @@ def _put(owner: Owner, name: str, value: Any, on_device: bool) -> None:
         and (now.shape, now.dtype) == (value.shape, value.dtype)
     ):
         with torch.no_grad():
-            now.copy_(value)  # others may refer to it
+            now.copy_(value)  # in place: other objects may refer to this tensor
         return
     if on_device:
         module = owner.value if isinstance(owner.value, nn.Module) else nn.Module()
         like = now if isinstance(now, Tensor) else next(module.parameters(), None)
-        device = rank_device()[1] if like is None else like.device
+        device = rank_context().device if like is None else like.device
         moved = {key: each.to(device) for key, each in _tensors(value).items()}
         value = copy.deepcopy(value, moved)
     place[name] = value

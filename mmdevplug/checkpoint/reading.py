@@ -1,4 +1,4 @@
-"""Find the newest checkpoint that is whole, for all ranks alike, and read it running no code."""
+"""Find the newest undamaged checkpoint, the same on all ranks, and load it safely."""
 
 import os
 import re
@@ -205,8 +205,8 @@ def newest_files(folders: Iterable[Path]) -> List[Path]:
 def _named_checkpoint(runner: AnyRunner) -> Optional[str]:
     """The checkpoint that was named to resume from, None for the newest.
 
-    ``load_from`` of a file without ``resume`` is what training begins with, though MMEngine's
-    runner resumes from it once a script sets ``resume``, and others remove it then.
+    If the config sets ``load_from`` but not ``resume``, the weights only initialize training, even
+    if a script sets ``cfg.resume = True`` later.
     """
     if isinstance(runner._resume, str):  # of our command
         return None if runner._resume == 'auto' else runner._resume

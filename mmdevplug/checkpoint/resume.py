@@ -1,5 +1,6 @@
 """All that a run saves and restores to go on where it was: one object for each runner."""
 
+import copy
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, Mapping, Optional
 
@@ -7,17 +8,19 @@ from mmengine.hooks import Hook
 
 from mmdevplug.patches.torch_load import last_read
 from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.loops import validation_follows
 
 from . import participants
-from .fitting import adapt_to_hooks, explaining_other_run
+from .best import NUMBERS
+from .check_types import check_types
+from .load_model import adapt_to_hooks, explaining_other_run
 from .participants import Participants, RandomStates, RankBuffers
 from .plain_state import PlainState
-from .progress import Progress, repeat_validation
-from .state_types import check_types
+from .resumed_progress import Progress, repeat_validation
 
 
 class Resume:
-    """What a run has to know of the one that it goes on from, and the next one of it.
+    """Resume a run from an earlier one, and collect what the next run needs to resume.
 
     A DeviceRunner has one; the first checkpoint hook of a stock runner makes it. The first
     checkpoint hook says when something happens.
@@ -30,9 +33,11 @@ class Resume:
         self.file: Optional[str] = None
         self.participants = Participants()
         self._random = RandomStates()
-        #: Of the model and of hooks, once training has begun.
+        #: Plain attributes of the model and of hooks; None until training begins.
         self._plain: Any = None
         self._buffers: Any = None
+        #: The config of the schedulers, which MMEngine replaces by the built ones.
+        self.scheduler_config: Any = None
         #: Compares the settings of the checkpoint with those of the config.
         self._settings: Any = None
         #: The number of ranks of the checkpoint, until training begins.
@@ -42,8 +47,10 @@ class Resume:
         self.validated: Optional[bool] = None
         #: Whether a checkpoint was saved since the last iteration.
         self._saved_here = False
-        #: Of the validation that has just ended, while ``after_val_epoch`` of hooks is called.
+        #: Metrics of the last validation, while ``after_val_epoch`` of hooks is called.
         self.metrics: Optional[Dict[str, Any]] = None
+        #: The states of all ranks, while a checkpoint is saved.
+        self._states: Optional[Dict[str, Any]] = None
 
     @classmethod
     def of(cls, runner: AnyRunner, hook: Hook) -> 'Resume':
@@ -56,6 +63,11 @@ class Resume:
             found.first = hook
         return found
 
+    def note_schedulers(self, config: object) -> None:
+        """Keep the config that schedulers are built from first."""
+        if self.scheduler_config is None:
+            self.scheduler_config = copy.deepcopy(config)
+
     # loading ------------------------------------------------------------------------------------
 
     @contextmanager
@@ -63,6 +75,9 @@ class Resume:
         """Compare and set settings around MMEngine's ``resume``, with optimizers as built."""
         from .resume_settings import ResumeSettings
 
+        runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+        if runner.param_schedulers is not None:
+            runner.param_schedulers = runner.build_param_scheduler(runner.param_schedulers)
         self._settings, self.file = ResumeSettings(runner), filename
         try:
             with explaining_other_run(filename):
@@ -82,9 +97,10 @@ class Resume:
         if self.file:
             self._settings.compare(checkpoint, filename)
 
-    def take_states(self, checkpoint: Mapping[str, Any]) -> None:
+    def take_states(self, runner: AnyRunner, hook: Hook, checkpoint: Mapping[str, Any]) -> None:
         """Keep the states of this rank, for :meth:`begin`; loaders get theirs now."""
-        if participants.KEY in checkpoint:
+        resumed = (self.file or getattr(runner, '_resume', False)) and self.first is hook
+        if resumed and participants.KEY in checkpoint:
             found = checkpoint[participants.KEY]
             states = participants.states_of_this_rank(found, self.file or str(last_read()))
             self.participants.load_state_dict(states)
@@ -97,13 +113,20 @@ class Resume:
         """Whether training has begun in this runner."""
         return self._plain is not None
 
-    def begin(self, runner: AnyRunner, finished: bool) -> None:
+    def begin(self, runner: AnyRunner, complete: bool, finished: bool) -> None:
         """Restore states when all is built that training needs; validate if that was due.
 
         Args:
             runner (Runner): Before training begins.
+            complete (bool): Whether nothing is left to train.
             finished (bool): Whether the run had come to its end.
         """
+        if complete:
+            begun = f'epoch {runner.epoch} and iteration {runner.iter}: nothing is left to train.'
+            limits = f'max_epochs={runner.max_epochs} or max_iters={runner.max_iters}'
+            said = 'This run was already finished, at' if finished else 'The checkpoint is of'
+            log = runner.logger.info if finished else runner.logger.warning
+            log(f'{said} {begun} Raise {limits} of train_cfg to train longer.')
         if self._plain is None:
             self._plain, self._buffers = PlainState(runner), RankBuffers(runner)
             participants.add_hooks(self.participants, runner)
@@ -142,24 +165,53 @@ class Resume:
             restore()
             self._random.restore()
 
-    def after_iteration(self) -> None:
+    def after_iteration(self, hook: Hook) -> None:
         """Note that a validation may follow, and that nothing is saved yet."""
-        self.validated = self._saved_here = False
+        if self.first is hook:
+            self.validated = self._saved_here = False
 
-    def after_epoch(self) -> None:
-        """Note that a validation may follow."""
-        self.validated = False
+    def after_epoch(self, runner: AnyRunner, hook: Hook) -> None:
+        """Note that a validation may follow, in a loop over epochs."""
+        if self.first is hook and not hasattr(runner.train_loop, 'dataloader_iterator'):
+            self.validated = False
 
-    def after_validation(self) -> None:
-        """Note a validation."""
+    def after_validation(self, metrics: Mapping[str, Any]) -> None:
+        """Note a validation, and the metrics that are numbers."""
+        self.metrics = {k: value for k, value in metrics.items() if isinstance(value, NUMBERS)}
         if self.validated is False:
             self.validated = True
             if self._saved_here:
                 self._random.restore(only_lazy=True)
 
-    def gather(self) -> Optional[Dict[str, Any]]:
-        """The states of all ranks for a checkpoint; None before anything was trained."""
-        if self.validated is None:
-            return None
-        self._saved_here = True
-        return participants.gather_states(self.participants)
+    def nothing_is_due(self, runner: AnyRunner) -> bool:
+        """Whether no validation is left to do."""
+        return bool(self.validated) or not validation_follows(runner)
+
+    # saving -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Whether the validation that follows was done, and its metrics."""
+        return dict(validated=self.validated, metrics=self.metrics)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.validated, self.metrics = state['validated'], state['metrics']
+
+    @contextmanager
+    def gathered(self, wanted: bool) -> Iterator[None]:
+        """Gather the states of all ranks, if they are wanted and anything was trained.
+
+        Inside, :meth:`add_states` adds them to a checkpoint.
+        """
+        if wanted and self.validated is not None:
+            self._saved_here = True
+            self._states = participants.gather_states(self.participants)
+        try:
+            yield
+        finally:
+            self._states = None
+
+    def add_states(self, checkpoint: Dict[str, Any]) -> None:
+        """Add the gathered states to a checkpoint that holds optimizers."""
+        if self._states is not None and 'optimizer' in checkpoint:
+            checkpoint[participants.KEY] = self._states

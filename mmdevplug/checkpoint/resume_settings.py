@@ -20,15 +20,15 @@ from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import length_of, loader_of
 
-from .fitting import check_complete, check_names, check_optimizer
+from .load_model import check_complete, check_names, check_optimizer
 from .refusals import refusal
 from .saving import by_name, kinds_of
 
-#: What MMEngine's schedulers change while they step.
+#: Attributes that MMEngine's schedulers change while they step.
 _PROGRESS = {'_global_step', '_last_value', 'base_values', 'last_step', 'verbose'}
 _PROGRESS |= {'best', 'cooldown_counter', 'num_bad_epochs'}
 _MOST = 12  # entries of a message
-#: What some settings follow, whatever ``accelerator.resume_settings`` says.
+#: Reasons that decide some settings, whatever ``accelerator.resume_settings`` says.
 _LENGTH, _SCALE = 'the length of training', 'auto_scale_lr'
 _TAKE_CONFIG = "resume with --resume-settings config (accelerator.resume_settings='config')"
 
@@ -36,20 +36,20 @@ _TAKE_CONFIG = "resume with --resume-settings config (accelerator.resume_setting
 
 
 class Difference(NamedTuple):
-    """A setting that differs, and whose is taken."""
+    """A setting that differs between checkpoint and config, and which of the two is taken."""
 
     name: str
     saved: object
     configured: object
-    #: What has set it, if not ``accelerator.resume_settings``.
+    #: The reason that decides it, if not ``accelerator.resume_settings``.
     because_of: Optional[str] = None
     taken: str = 'config'
 
 
-def describe(found: Sequence[Difference]) -> str:
+def describe(differences: Sequence[Difference]) -> str:
     """List differences; those of several groups of parameters that are equal come once."""
     lines: Dict[str, int] = {}
-    for name, saved, configured, because_of, taken in found:
+    for name, saved, configured, because_of, taken in differences:
         why = {taken: f' (taken, as {because_of} says)' if because_of else ' (taken)'}
         values = [
             f'{side} {shortened(value)}{why.get(side, "")}'
@@ -70,7 +70,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Counter):
         return sorted(value.elements())
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return value.tolist() if hasattr(value, 'tolist') else getattr(value, '__name__', value)
 
 
@@ -101,7 +101,7 @@ def group_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> Set[str]:
     """
     # ZeroRedundancyOptimizer has the groups of the optimizer inside of it.
     known = _arguments(getattr(optimizer, 'optim', optimizer))
-    return {each for each in group if each in known or each not in optimizer.defaults} - {'params'}
+    return {name for name in group if name in known or name not in optimizer.defaults} - {'params'}
 
 
 def scheduler_settings(scheduler: object, state: Mapping[str, Any]) -> Set[str]:
@@ -113,9 +113,9 @@ def scheduler_settings(scheduler: object, state: Mapping[str, Any]) -> Set[str]:
 
 def _arguments(instance: object) -> Set[str]:
     makers = [
-        vars(each)['__init__'] for each in type(instance).__mro__ if '__init__' in vars(each)
+        vars(kind)['__init__'] for kind in type(instance).__mro__ if '__init__' in vars(kind)
     ]
-    return {name for one in makers[:-1] for name in inspect.signature(one).parameters}
+    return {name for init in makers[:-1] for name in inspect.signature(init).parameters}
 
 
 # schedules --------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def replay(
     done: Tuple[int, int],
     epoch: Sequence[int],
 ) -> None:
-    """Step schedulers that are where they were built through the training before.
+    """Step freshly built schedulers up to the resumed epoch and iteration.
 
     Args:
         schedulers (list): Of one optimizer.
@@ -136,19 +136,19 @@ def replay(
         epoch (tuple): Iterations of an epoch, when they were done and from now on.
     """
     (epochs, iterations), (then, now) = done, epoch
-    for one in schedulers:
+    for scheduler in schedulers:
         # PyTorch's order of calls does not hold: the optimizer's steps were done before.
-        one.optimizer._global_step = iterations
+        scheduler.optimizer._global_step = iterations
     for number in range(epochs + 1):
         steps = then if number < epochs else iterations - epochs * then
         of_converted = steps * now // then
         for step in range(max(steps, of_converted)):
-            for one, converts in zip(schedulers, converted):
-                if not one.by_epoch and step < (of_converted if converts else steps):
-                    one.step()
-        for one in schedulers:
-            if one.by_epoch and number < epochs:
-                one.step()
+            for scheduler, converts in zip(schedulers, converted):
+                if not scheduler.by_epoch and step < (of_converted if converts else steps):
+                    scheduler.step()
+        for scheduler in schedulers:
+            if scheduler.by_epoch and number < epochs:
+                scheduler.step()
 
 
 def param_groups(wrapper: AnyOptimWrapper) -> List[Dict[str, Any]]:
@@ -175,14 +175,14 @@ class OptimizerSettings:
     ) -> None:
         self.name, self.wrapper, self.schedulers = name, wrapper, schedulers
         configs = config if isinstance(config, (list, tuple)) else [config]
-        self.configs = [one if isinstance(one, Mapping) else {} for one in configs]
+        self.configs = [entry if isinstance(entry, Mapping) else {} for entry in configs]
         self.groups = [
             {name: copy.deepcopy(value) for name, value in group.items() if name != 'params'}
             for group in param_groups(wrapper)
         ]
-        self.states = [copy.deepcopy(one.state_dict()) for one in self.schedulers]
+        self.states = [copy.deepcopy(scheduler.state_dict()) for scheduler in self.schedulers]
         self.kinds = kinds_of(wrapper, self.schedulers)
-        self._follows_metric = any(getattr(one, 'need_val_args', False) for one in self.schedulers)
+        self._follows_metric = any(getattr(s, 'need_val_args', False) for s in self.schedulers)
 
     def compare(
         self, checkpoint: Mapping[str, Any], where: str, run: 'ResumeSettings'
@@ -229,28 +229,30 @@ class OptimizerSettings:
         return '.'.join(filter(None, (first, self.name, *rest)))
 
     def _compare_groups(self, state: Mapping[str, Any], scaled: bool) -> List[Difference]:
-        found = []
-        for saved, mine in zip(state['param_groups'], self.groups):
-            one, other = unscheduled(saved), unscheduled(mine)
-            for key in differing(group_settings(self.wrapper.optimizer, mine), one, other):
+        differences = []
+        for saved, built in zip(state['param_groups'], self.groups):
+            before, now = unscheduled(saved), unscheduled(built)
+            for key in differing(group_settings(self.wrapper.optimizer, built), before, now):
                 name = self._name('optim_wrapper', 'optimizer', key)
                 why = _SCALE if scaled and key == 'lr' else None
-                found.append(Difference(name, one[key], other[key], why))
-        return found
+                differences.append(Difference(name, before[key], now[key], why))
+        return differences
 
     def _compare_schedulers(
         self, states: Sequence[Mapping[str, Any]], run: 'ResumeSettings'
     ) -> List[Difference]:
-        found = []
-        for index, (one, saved, mine) in enumerate(zip(self.schedulers, states, self.states)):
-            differ = set(differing(scheduler_settings(one, mine), saved, mine))
+        differences = []
+        schedulers = zip(self.schedulers, states, self.states)
+        for index, (scheduler, saved, built) in enumerate(schedulers):
+            differ = set(differing(scheduler_settings(scheduler, built), saved, built))
             before = self._as_before(index, run) if differ else None
             why = _LENGTH if before and not differing(differ, saved, before) else None
             # What a scheduler derives from its arguments is left out, unless it is all.
-            for key in sorted(differ & _arguments(one)) or sorted(differ):
-                name = f'{self._name("param_scheduler")}[{index}] ({type(one).__name__}).{key}'
-                found.append(Difference(name, plain(saved[key]), plain(mine[key]), why))
-        return found
+            for key in sorted(differ & _arguments(scheduler)) or sorted(differ):
+                kind = type(scheduler).__name__
+                name = f'{self._name("param_scheduler")}[{index}] ({kind}).{key}'
+                differences.append(Difference(name, plain(saved[key]), plain(built[key]), why))
+        return differences
 
     def _as_before(self, index: int, run: 'ResumeSettings') -> Optional[Dict[str, Any]]:
         """The state of a scheduler if the run and its epochs were as long as the checkpoint's."""
@@ -268,7 +270,7 @@ class OptimizerSettings:
                 group.update(values)
 
     def apply(self, run: 'ResumeSettings') -> None:
-        """Set what is the config's, after the saved states were loaded."""
+        """Apply the config's settings after the saved states were loaded."""
         if not self.takes_config:
             return
         if self._follows_metric:  # only what follows the length of training differs
@@ -294,14 +296,14 @@ def counted_epochs(meta: Mapping[str, Any]) -> Optional[bool]:
     if 'counts_epochs' in meta:
         return meta['counts_epochs']
     # MMEngine's runner saves the text of the config.
-    found = re.search(
+    train_cfg = re.search(
         r'^train_cfg = dict\((.*?)\)$', str(meta.get('cfg')), re.DOTALL | re.MULTILINE
     )
-    if found is None:
+    if train_cfg is None:
         return None
-    if re.search(r'IterBasedTrainLoop|by_epoch=False', found.group(1)):
+    if re.search(r'IterBasedTrainLoop|by_epoch=False', train_cfg.group(1)):
         return False
-    return True if re.search(r'EpochBasedTrainLoop|by_epoch=True', found.group(1)) else None
+    return True if re.search(r'EpochBasedTrainLoop|by_epoch=True', train_cfg.group(1)) else None
 
 
 class ResumeSettings:
@@ -312,9 +314,9 @@ class ResumeSettings:
     """
 
     def __init__(self, runner: AnyRunner) -> None:
-        loop, config = runner.train_loop, runner.scheduler_config
-        found = by_name(runner.optim_wrapper, runner.param_schedulers, config)
-        self.optimizers = [OptimizerSettings(*each) for each in found]
+        loop, config = runner.train_loop, runner.resume_state.scheduler_config
+        optimizers = by_name(runner.optim_wrapper, runner.param_schedulers, config)
+        self.optimizers = [OptimizerSettings(*built) for built in optimizers]
         self._loop, self.by_epoch = loop, isinstance(loop, EpochBasedTrainLoop)
         #: The epoch, if the checkpoint is of a loop that counts none.
         self._changed_epoch: Optional[int] = None
@@ -333,15 +335,16 @@ class ResumeSettings:
         Raises:
             CheckpointError: If training cannot go on from the checkpoint with this config.
         """
-        scheduled = any(one.schedulers for one in self.optimizers)
+        scheduled = any(settings.schedulers for settings in self.optimizers)
         check_complete(checkpoint, where, scheduled and self.choice == 'checkpoint', self.work_dir)
-        check_names(checkpoint['optimizer'], [one.name for one in self.optimizers], where)
+        names = [settings.name for settings in self.optimizers]
+        check_names(checkpoint['optimizer'], names, where)
         info, meta = checkpoint['message_hub'].get('runtime_info') or {}, checkpoint['meta']
         self.then = {True: info.get('max_epochs'), False: info.get('max_iters')}
         epochs, iterations = self.then[True], self.then[False]
         if self.by_epoch and epochs and iterations:
             self.epoch[0] = max(1, iterations // epochs)
-        before, found = self.then[self.by_epoch], []
+        before, differences = self.then[self.by_epoch], []
         epoch, then_by_epoch = meta['epoch'], counted_epochs(meta)
         if then_by_epoch is not None and then_by_epoch != self.by_epoch:
             before, epoch = None, meta['iter'] // self.epoch[1]
@@ -349,30 +352,30 @@ class ResumeSettings:
         self.done = (epoch if self.by_epoch else 0, meta['iter'])
         if None not in (before, self.limit) and before != self.limit:
             limit = f'train_cfg.{"max_epochs" if self.by_epoch else "max_iters"}'
-            found.append(Difference(limit, before, self.limit))
-        for one in self.optimizers:
-            found += one.compare(checkpoint, where, self)
+            differences.append(Difference(limit, before, self.limit))
+        for settings in self.optimizers:
+            differences += settings.compare(checkpoint, where, self)
         advice = f"To take the config's, {_TAKE_CONFIG}."
         if self.choice == 'config':
             advice = "They are taken as accelerator.resume_settings='config' says."
-        elif all(one.taken == 'config' for one in found):
+        elif all(difference.taken == 'config' for difference in differences):
             advice = 'They follow the config in any case.'
-        if found:
+        if differences:
             log_warning(
-                f'Resuming from {where}, which differs from the config in {len(found)} '
-                f'setting(s). {describe(found)}. {advice}'
+                f'Resuming from {where}, which differs from the config in {len(differences)} '
+                f'setting(s). {describe(differences)}. {advice}'
             )
 
     def _follow_loop(self, then_by_epoch: bool, epoch: int, iteration: int, where: str) -> None:
         """Go on at the same iteration in a loop that counts something else, and say so."""
         units = 'iterations', 'epochs'
-        place = f'iteration {iteration}'
+        position = f'iteration {iteration}'
         if self.by_epoch:
-            place = f'epoch {epoch + 1}, which has {self.epoch[1]} batches, after {iteration}'
-            place += f' iterations ({iteration % self.epoch[1]} of this epoch)'
+            position = f'epoch {epoch + 1}, which has {self.epoch[1]} batches, after {iteration}'
+            position += f' iterations ({iteration % self.epoch[1]} of this epoch)'
         log_warning(
             f'Resuming from {where}, whose train_cfg counts {units[then_by_epoch]}, with one that '
-            f'counts {units[self.by_epoch]}: training goes on in {place}. Schedules that count '
+            f'counts {units[self.by_epoch]}: training goes on in {position}. Schedules that count '
             f'epochs go on where the checkpoint has them.'
         )
         self._changed_epoch = epoch if self.by_epoch else None
@@ -381,5 +384,5 @@ class ResumeSettings:
         """Set the settings that are taken, after MMEngine has loaded the checkpoint's states."""
         if self._changed_epoch is not None:
             self._loop._epoch = self._changed_epoch
-        for one in self.optimizers:
-            one.apply(self)
+        for settings in self.optimizers:
+            settings.apply(self)

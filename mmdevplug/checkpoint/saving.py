@@ -6,6 +6,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache, partial
+from inspect import Parameter, signature
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -14,14 +15,15 @@ import mmengine
 from mmengine.config import Config
 from mmengine.dist import get_rank, is_main_process
 from mmengine.fileio import get_file_backend
-from mmengine.hooks import EMAHook
+from mmengine.hooks import CheckpointHook, EMAHook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, Runner
 from torch import nn
 
-from mmdevplug.accelerators import rank_device
+from mmdevplug.accelerators import rank_context
 from mmdevplug.config.checkpoint import CheckpointOptions
+from mmdevplug.config.fields import refuse_unknown
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
@@ -113,8 +115,8 @@ class CheckpointSaver:
         later: List[Callable[[], None]] = []
 
         def copy(checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict]) -> None:
-            self._background.join()  # its copy is freed
-            copied = copy_to_host(checkpoint, rank_device()[0], keep=True)
+            self._background.join()  # frees the copy of the checkpoint before
+            copied = copy_to_host(checkpoint, rank_context().accelerator, keep=True)
             later.append(partial(writing.write_checkpoint, copied, path, backend_args))
 
         token = _WRITE.set(copy if self.options.async_save else write_at_once)
@@ -150,13 +152,17 @@ class CheckpointSaver:
                 backend.rmtree(old)  # as DeepSpeed saves them
 
     def prepare(self, runner: AnyRunner, folder: str, complete: bool) -> bool:
-        """Make the folder of checkpoints; return whether the run in it has ended.
+        """Make the folder of checkpoints on rank 0; return whether the run in it has ended.
 
         Args:
-            runner (Runner): On rank 0.
+            runner (Runner): Of any rank; all take part.
             folder (str): Where checkpoints go.
             complete (bool): Whether nothing is left to train.
         """
+        prepare = partial(self._prepare, runner, folder, complete)
+        return run_on_main('preparing the folder of checkpoints', prepare)
+
+    def _prepare(self, runner: AnyRunner, folder: str, complete: bool) -> bool:
         if writing.is_local(folder, self.backend_args):
             writing.make_folder(folder)
             left = writing.remove_unfinished(folder)
@@ -164,7 +170,7 @@ class CheckpointSaver:
                 runner.logger.info(f'Removed {left} unfinished checkpoint(s) from {folder}.')
         finished = is_finished(runner.work_dir)
         if not complete:
-            with suppress(OSError):  # it is not there; if it stays, it names another checkpoint
+            with suppress(OSError):  # missing; a stale one does no harm
                 (Path(runner.work_dir) / writing.FINISHED).unlink()
         return finished
 
@@ -184,6 +190,16 @@ class CheckpointSaver:
             run_on_main('writing the last checkpoint', self._background.join)
 
 
+def check_arguments(runner: AnyRunner, given: Mapping[str, Any]) -> None:
+    """Refuse arguments of a checkpoint hook that ``runner.save_checkpoint`` does not take."""
+    if not given:
+        return
+    taken = signature(runner.save_checkpoint).parameters
+    known = [*CheckpointOptions.names(), *signature(CheckpointHook).parameters, *taken]
+    if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values()):
+        refuse_unknown(given, known, CheckpointOptions.key, CheckpointError)
+
+
 def save_checkpoint(
     runner: AnyRunner,
     path: str,
@@ -197,16 +213,18 @@ def save_checkpoint(
     if not is_main_process():
         join_collecting(runner, save_optimizer, path)
         return
-    found = collect_checkpoint(runner, save_optimizer, save_param_scheduler, meta, by_epoch, path)
-    _WRITE.get()(found, path, backend_args)
+    options = save_optimizer, save_param_scheduler, meta, by_epoch, path
+    _WRITE.get()(collect_checkpoint(runner, *options), path, backend_args)
 
 
 def write_at_once(checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict]) -> None:
     """Write what was collected."""
-    writing.write_checkpoint(copy_to_host(checkpoint, rank_device()[0]), path, backend_args)
+    writing.write_checkpoint(
+        copy_to_host(checkpoint, rank_context().accelerator), path, backend_args
+    )
 
 
-#: What writes a checkpoint that was collected, here or in the background.
+#: The function that writes a collected checkpoint, now or in the background.
 _WRITE: 'ContextVar[Callable[..., None]]' = ContextVar('_WRITE', default=write_at_once)
 
 
@@ -253,7 +271,7 @@ def collect_checkpoint(
 
 
 def weights_of(model: nn.Module) -> Dict[str, Any]:
-    """What ``state_dict()`` of a model returns, which may be its own method.
+    """Return ``state_dict()`` of a model, which may override it.
 
     Children may be wrapped, too: their names are saved without ``module.``.
     """

@@ -10,7 +10,7 @@ from mmdevplug.errors import CheckpointError
 
 from .writing import SHARDS, SUMS, PathLike
 
-#: What PyTorch calls the files of a rank, and the index that rank 0 writes.
+#: Names that PyTorch gives to the files of a rank, and to the index that rank 0 writes.
 _FILE = re.compile(r'(state_dict|optimizer)/(\.metadata|__\d+_\d+\.distcp)')
 _STRETCH = 4 << 20
 

@@ -12,9 +12,9 @@ from mmdevplug.checks.findings import Finding, exit_status
 from mmdevplug.checks.isolated import run_isolated
 from mmdevplug.checks.one_step import section, train_one_step
 from mmdevplug.checks.print_step import CHOICES, print_findings, print_strategies
-from mmdevplug.checks.versions import explain_versions
 from mmdevplug.device_guard import POLICIES
 from mmdevplug.errors import PlacementError
+from mmdevplug.utils.broken_imports import explain_versions
 
 from .arguments import Parser
 from .common import add_config_arguments, check_launch_variables, load_config

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import signal
 import tempfile
 import traceback
@@ -11,24 +12,20 @@ from typing import Callable, List, Optional, Sequence
 
 from mmengine.config import Config
 
-from mmdevplug.checks.config_file import (
-    KeyValueAction,
-    find_unread,
-    load_file,
-    overlay_accelerator,
-)
-from mmdevplug.config.prepare import refuse_flexible_runner
+from mmdevplug.config.load import KeyValueAction, find_unread, load_file, overlay_accelerator
+from mmdevplug.config.runner_config import refuse_flexible_runner
 from mmdevplug.environments.launch_variables import (
     LAUNCHERS,
     LaunchEnv,
     forget_stale_variables,
     read_launch_env,
 )
-from mmdevplug.errors import DevPlugError, first_line
+from mmdevplug.errors import CheckpointError, DevPlugError, first_line
 from mmdevplug.fault_tolerance.abort import note_for_agent, note_path
 from mmdevplug.fault_tolerance.ended_ranks import end_with_mim
 from mmdevplug.patches.runner_type import follow_runner_type
 from mmdevplug.utils.brief_terminal import BriefTerminal
+from mmdevplug.utils.broken_imports import explain_import
 from mmdevplug.utils.warnings_once import says_first
 
 from . import say
@@ -155,6 +152,20 @@ def _check_work_dir(folder: str) -> None:
         ) from error
 
 
+def check_checkpoint(path: str, origin: str) -> None:
+    """Refuse a path without a file; addresses are left to MMEngine's file backends."""
+    if re.match(r'\w+://', path) is not None:
+        return
+    if not Path(path).expanduser().is_file():
+        found = 'is a directory' if Path(path).expanduser().is_dir() else 'can not be found'
+        newest = '; --resume without one takes the newest of the work directory'
+        newest = newest if origin == '--resume' else ''
+        raise CheckpointError(
+            f'{origin} {path!r} {found}: expected the path of a checkpoint, or an '
+            f'address such as https://... Correct the path{newest}.'
+        )
+
+
 def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
     """Read the launch variables before anything else does, and ignore an earlier job's."""
     forget_stale_variables(args.launcher)
@@ -187,8 +198,6 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
     except Exception as found:
         error: Exception = found
         if not isinstance(error, DevPlugError):
-            from mmdevplug.checks.versions import explain_import
-
             # A package that cannot be imported raises errors of any kind.
             problem = explain_import(error) or _explain_no_type(error)
             if problem is None:

@@ -53,7 +53,7 @@ def _run(argv: Optional[List[str]]) -> int:
         command = import_module(f'mmdevplug.cli.{argv[0].replace("-", "_")}')
         return run(command.main, argv[1:])
     if argv[:1] == ['--version']:
-        from mmdevplug.checks.versions import distribution
+        from mmdevplug.utils.broken_imports import distribution
 
         others = [distribution('mmengine') or 'mmengine', 'torch']
         listed = ', '.join(f'{name} {_release(name)}' for name in others)

@@ -5,15 +5,15 @@ from typing import List, Optional
 
 from rich.console import Console
 
-from mmdevplug.checks.config_file import load_file
-from mmdevplug.checks.versions import explain_import
+from mmdevplug.config.load import load_file
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import STRATEGIES, DevicePlan
-from mmdevplug.model_parallel.make_plan import make_plan
+from mmdevplug.model_parallel.make_plan import PlanOptions, make_plan
 from mmdevplug.model_parallel.meta_build import build_from_file
 from mmdevplug.model_parallel.parse_devices import parse_devices, parse_max_memory
 from mmdevplug.model_parallel.sizes import DEFAULT_OPTIMIZER, choose_optimizer
 from mmdevplug.utils.atomic_files import check_json, write_json
+from mmdevplug.utils.broken_imports import explain_import
 from mmdevplug.utils.progress import show_progress
 
 from . import say
@@ -84,9 +84,7 @@ def _plan(args: argparse.Namespace) -> DevicePlan:
         if problem is None:
             raise
         raise PlacementError(f'{args.model!r}: {problem}') from error
-    return make_plan(
-        model,
-        args.devices,
+    options = PlanOptions(
         strategy=args.strategy,
         max_memory=args.max_memory,
         no_split=[name for name in (args.no_split or '').split(',') if name],
@@ -97,3 +95,4 @@ def _plan(args: argparse.Namespace) -> DevicePlan:
         training=args.training,
         optimizer=choose_optimizer(args.optimizer, cfg, args.training, say),
     )
+    return make_plan(model, args.devices, options)

@@ -7,11 +7,10 @@ from typing import Any, Iterator, List, Optional
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
-from mmdevplug.checks.config_file import check_checkpoint
 from mmdevplug.errors import DevPlugError
 
 from .arguments import Parser
-from .common import add_common_arguments, load_complete_config, run
+from .common import add_common_arguments, check_checkpoint, load_complete_config, run
 from .hosts import add_launch_arguments, starts_processes
 
 

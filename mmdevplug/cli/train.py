@@ -10,7 +10,6 @@ from mmengine.dist import is_main_process
 from mmengine.registry import RUNNERS
 
 from mmdevplug.checkpoint.reading import read_pointer
-from mmdevplug.checks.config_file import check_checkpoint
 from mmdevplug.checks.findings import Finding, Section
 from mmdevplug.checks.isolated import run_isolated
 from mmdevplug.environments.torchrun import AGENT
@@ -18,7 +17,7 @@ from mmdevplug.errors import DevPlugError, LaunchError, ModelError
 
 from . import say as print_line
 from .arguments import Parser
-from .common import add_common_arguments, load_complete_config, run
+from .common import add_common_arguments, check_checkpoint, load_complete_config, run
 from .hosts import add_launch_arguments, starts_processes
 
 section = Section('numbers')

@@ -10,7 +10,7 @@ from .fields import Options, choice, option, positive
 
 @dataclass(frozen=True)
 class WrapperOptions(Options):
-    """What :class:`mmdevplug.DeviceDistributedDataParallel` takes of ours."""
+    """Options of ours that :class:`mmdevplug.DeviceDistributedDataParallel` takes."""
 
     key, error = 'model_wrapper_cfg', ModelError
 

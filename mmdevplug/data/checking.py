@@ -1,14 +1,14 @@
-"""Check before training that this rank has data."""
+"""Build the data loaders of a runner, and check before training that this rank has data."""
 
 import os
 import tempfile
 import traceback
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, Optional
 
 from mmengine.dataset import BaseDataset
 from mmengine.dist import get_rank
-from mmengine.runner import BaseLoop, EpochBasedTrainLoop
+from mmengine.runner import BaseLoop, EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.runner.loops import _InfiniteDataloaderIterator
 from torch import multiprocessing
 from torch.utils.data import DataLoader
@@ -16,12 +16,31 @@ from torch.utils.data import DataLoader
 from mmdevplug.errors import LaunchError, SampleError
 from mmdevplug.utils.loops import length_of, loader_of
 
+from .endless import take_for_endless
+from .resumable_loader import make_resumable
+from .worker_signals import keep_workers_from_signals
+
 #: At most this number of ranks, or of inner datasets, is listed in a message.
 MAX_LISTED = 8
 #: The attributes of a dataset that say where its samples come from.
 _SOURCES = ('ann_file', 'data_root', 'data_prefix', 'filter_cfg', '_indices')
 #: Bytes of the longest path of a socket, without those of Python's names below the folder.
 LONGEST_TEMPORARY_FOLDER = 107 - len('/pymp-12345678/listener-12345678')
+
+
+def build_loader(build: Callable[[], Any], config: Any, seed: Optional[int]) -> DataLoader:
+    """Build a data loader that can start in the middle of an epoch.
+
+    Args:
+        build (callable): Builds it as MMEngine does.
+        config (dict or DataLoader): What it is built from.
+        seed (int, optional): Of the run.
+    """
+    loader = build_nonempty(build, config)
+    check_temporary_folder(loader)
+    make_resumable(loader, seed, config)
+    keep_workers_from_signals(loader)
+    return loader
 
 
 def build_nonempty(build: Callable[[], Any], config: object) -> Any:
@@ -66,6 +85,13 @@ def check_temporary_folder(loader: DataLoader) -> None:
             f'workers of a data loader lie there: expected at most {LONGEST_TEMPORARY_FOLDER}. '
             f'Name a shorter folder: export TMPDIR=/tmp. Or set num_workers=0.'
         )
+
+
+def check_train_loop(loop: BaseLoop) -> None:
+    """Refuse a loop without batches, and give that of a stream a length."""
+    check_batches(loop)
+    if isinstance(loop, IterBasedTrainLoop):
+        take_for_endless(loop.dataloader)
 
 
 def check_batches(loop: BaseLoop) -> None:

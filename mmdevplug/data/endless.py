@@ -1,4 +1,4 @@
-"""Refuse data without an end where a loop goes through it to the end, and take it elsewhere."""
+"""Refuse infinite samplers in epoch-based and validation loops; allow them in other loops."""
 
 from itertools import islice
 from typing import Any, Optional

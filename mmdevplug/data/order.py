@@ -94,7 +94,7 @@ class Order:
             yield batch
 
     def kept(self) -> List[Dict[str, Any]]:
-        """What both keep from pass to pass: small attributes and generators that have changed."""
+        """Attributes and generators of both samplers that changed and stay for the next pass."""
         if draws_on(self.sampler):
             return []  # all of its batches are drawn again
         return [

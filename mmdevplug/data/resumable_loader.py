@@ -123,7 +123,7 @@ class ResumableLoader(DataLoader):
         return self.order is not None or self._source() is not None
 
     def _source(self) -> Any:
-        """What knows its place by itself: a loader of torchdata's, or a stream; else None."""
+        """The object that saves its own position (torchdata's loader, a stream), or None."""
         if has_state(super()):
             return super()
         # With worker processes the dataset that is read is a copy in each of them.

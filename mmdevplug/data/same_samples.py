@@ -203,7 +203,7 @@ def _entries(value: Any) -> List[Any]:
 
 
 def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optional[int]]]:
-    """What is wrong with each loader, and the rank that refuses it; called on rank 0."""
+    """Find the problem of each loader, and the rank that refuses it; called on rank 0."""
     found: List[Tuple[str, str, Optional[int]]] = []
     for name in ranks[0]:
         facts = [each[name] for each in ranks if name in each]
@@ -240,7 +240,7 @@ def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optio
 
 
 def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
-    """What is wrong with a loader, and whether that is certain."""
+    """Find the problem of a loader; say whether it is certain."""
     lists, sizes = facts[0]['lists'], list(map(itemgetter('size'), facts))
     shares = list(map(itemgetter('share'), facts))
     lengths = list(map(itemgetter('lengths'), facts))

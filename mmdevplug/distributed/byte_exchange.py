@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators.backend import group_device
-from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import known_to_all
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.host import available_memory
 from mmdevplug.utils.torch_compat import get_global_rank
 
+from .group_values import values_of_group
 from .wire import to_bytes, to_tensor
 
 #: Bytes of the first message of each rank, unless the last buffers of a group were longer.
@@ -53,7 +53,7 @@ def gather_bytes(
     data = data.to(place)
     head = _HEAD.pack(_MAGIC, call_tag.encode(), data.numel(), limit or _NO_LIMIT)
     # The bytes of the next first message. All ranks have seen the same lengths.
-    learned = PROCESS.of_group(group)
+    learned = values_of_group(group)
     room = learned.get('first_bytes', _FIRST_BYTES) - _HEAD.size
     first = to_tensor(head + to_bytes(data[:room]).ljust(room, b'\0'))
     blocks = all_gather(first.to(place), group)

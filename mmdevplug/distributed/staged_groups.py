@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
+from mmdevplug.accelerators import group_timeout
 from mmdevplug.accelerators.backend import group_device
-from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.staged import staged_group as staged
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import get_global_rank, is_at_least
+
+from .group_values import values_of_group
 
 
 def staged_counterpart(group: AnyGroup = None) -> staged.StagedProcessGroup:
@@ -23,7 +24,7 @@ def staged_counterpart(group: AnyGroup = None) -> staged.StagedProcessGroup:
     group = torch_dist.group.WORLD if group is None else group
     if isinstance(group, staged.StagedProcessGroup):
         return group
-    made = PROCESS.of_group(group)
+    made = values_of_group(group)
     if 'staged' not in made:
         made['staged'] = _make(group)
     return made['staged']
@@ -33,8 +34,7 @@ def _make(group: AnyGroup) -> staged.StagedProcessGroup:
     staged.register()
     # A lost rank shows here at once, and in the making of a group only after the timeout.
     torch_dist.all_reduce(torch.zeros(1, device=group_device(group)), group=group)
-    context = device_context()
-    timeout = context.timeout if context else DEFAULT_TIMEOUT
+    timeout = group_timeout()
     size = torch_dist.get_world_size(group)
     if not is_at_least('2.0'):
         members = '-'.join(str(get_global_rank(group, rank)) for rank in range(size))

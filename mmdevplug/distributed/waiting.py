@@ -6,7 +6,7 @@ from typing import Any, Callable, List, Optional, Tuple
 
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
+from mmdevplug.accelerators import group_timeout
 from mmdevplug.accelerators.context import group_env
 from mmdevplug.distributed.process_group import Timeout, to_timeout
 from mmdevplug.environments.launch_variables import LaunchEnv
@@ -132,6 +132,4 @@ def _job(timeout: Timeout) -> Optional[Tuple[Any, LaunchEnv, timedelta]]:
         # Under a stock runner, whose process group was not made here.
         store = torch_dist.distributed_c10d._get_default_store()
         found = torch_dist.PrefixStore('mmdevplug', store), group_env()
-    context = device_context()
-    default = context.timeout if context else DEFAULT_TIMEOUT
-    return (*found, to_timeout(timeout, default, 'timeout'))
+    return (*found, to_timeout(timeout, group_timeout(), 'timeout'))

@@ -12,7 +12,6 @@ from typing import Any, Callable, Optional, Sequence, Type
 from mmdevplug.errors import RankFailedError, first_line
 from mmdevplug.utils.atomic_files import write_text
 from mmdevplug.utils.logs import current_logger
-from mmdevplug.utils.patching import OWN, patch_symbol
 from mmdevplug.utils.signals import start_thread
 
 #: How long the functions that are called before an abort may take together.
@@ -35,7 +34,7 @@ def shorten_tracebacks() -> None:
         else:
             before(kind, error, trace)
 
-    patch_symbol(sys, 'excepthook', hook, OWN)
+    sys.excepthook = hook
 
 
 def note_for_agent(error: BaseException) -> None:

@@ -12,13 +12,12 @@ from typing import Any, Callable, Iterator, Optional, Tuple
 
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, StagedError
 from mmdevplug.utils.torch_compat import THREADS_SHARE_STORES, LockedStore
 
 from .abort import shorten_tracebacks
-from .failure_watch import FailureWatch
+from .failure_watch import PROCESS, FailureWatch
 
 _COMMUNICATION = re.compile(
     r'gloo|connection (closed|reset|refused) by peer|nccl|hccl|eccl|processgroup|tcpstore'
@@ -132,7 +131,8 @@ def current_job() -> Optional[Tuple[Any, LaunchEnv]]:
 
 def raise_if_another_failed(wait: float = 0.0) -> None:
     """Raise the report of another rank's failure, waiting up to ``wait`` seconds for one."""
-    found = None if PROCESS.watch is None else PROCESS.watch.peer_failure(wait)
-    if found is not None:
-        PROCESS.watch.end()
-        raise found
+    watch = PROCESS.watch
+    failure = None if watch is None else watch.peer_failure(wait)
+    if watch is not None and failure is not None:
+        watch.end()
+        raise failure

@@ -17,7 +17,6 @@ from typing import Any, Callable, Dict, List, Optional
 
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.environments.torchrun import AGENT
 from mmdevplug.errors import RankFailedError, first_line
@@ -51,7 +50,7 @@ REPORT_SECONDS = 55.0
 _TICK = 0.5
 #: At most this many ranks investigate a lost connection at once; the others wait for their report.
 _MAX_INVESTIGATORS = 16
-#: What differs between messages of ranks about the same error.
+#: The part in which messages of ranks about the same error differ.
 _RANK = re.compile(r'\brank \d+')
 
 _KILLED = (
@@ -66,6 +65,19 @@ _UNREACHABLE = (
     'its host or the link to it is down, or its process was killed or stopped; look at its log '
     'and at the kernel log of its host'
 )
+
+
+class Process:
+    """The state of fault tolerance in this process; there is one, :data:`PROCESS`."""
+
+    watch: 'Optional[FailureWatch]' = None  #: None in a single process.
+    #: Above 0 inside parts of the program that all ranks run together, which may be nested.
+    #: Elsewhere the silence of another rank is no failure.
+    waiting = 0
+    waiting_since = 0.0  #: In seconds of the monotonic clock.
+
+
+PROCESS = Process()
 
 
 class FailureWatch:
@@ -95,8 +107,8 @@ class FailureWatch:
         self._attempt_lock = threading.Lock()
         self._store_error: Optional[str] = None
         self._stopped, self._wake = threading.Event(), threading.Event()
-        self._trainings = 0  # that have begun
-        self._stop: Optional[StopAgreement] = None  # of the last of them
+        self._trainings = 0  # number of trainings that have begun
+        self._stop: Optional[StopAgreement] = None  # of the last training
         self._reread = False  # a training has just begun: read what other ranks asked in it
         self._beating = start_thread(self._beat, 'mmdevplug-beat')
         self._guarding = start_thread(self._guard, 'mmdevplug-guard')
@@ -127,7 +139,7 @@ class FailureWatch:
                     self.heartbeat.publish()
                     self._look_at_neighbour()
                     if self.env.rank and beats % max(1, self.env.world_size // 64) == 0:
-                        self.heartbeat.read(0)  # it is described where the store is lost
+                        self.heartbeat.read(0)  # for the message if the store is lost
                     beats += 1
                 self._report_long_wait()
                 if self._stop is not None:
@@ -272,7 +284,7 @@ class FailureWatch:
         return RankFailedError(f'{self.env.describe()} stops because of {text}')
 
     def store_lost(self, error: object, silence: float = 0.0) -> RankFailedError:
-        """What to raise when the store does not answer any more."""
+        """The error to raise when the store does not answer any more."""
         found = self.peer_failure()
         if found is not None:
             return found
@@ -316,14 +328,14 @@ class FailureWatch:
         self.heartbeat.state = state
         self._wake.set()
 
-    def explain(self, error: RuntimeError) -> RankFailedError:
+    def explain(self, error: Exception) -> RankFailedError:
         """Find out why a connection was lost."""
         try:
             return self._find_culprit(error)
         except RuntimeError as lost:
             return self.store_lost(lost)
 
-    def _find_culprit(self, error: RuntimeError) -> RankFailedError:
+    def _find_culprit(self, error: Exception) -> RankFailedError:
         self.heartbeat.lost_at = describe_error(error)
         self._set_state(LOST)
         if self.watch_store.add(f'failure/{self.attempt}/lost', 1) > _MAX_INVESTIGATORS:

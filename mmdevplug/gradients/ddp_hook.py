@@ -50,7 +50,8 @@ class BucketAveraging:
         """Average a bucket; returns a future."""
         if not self._in_iteration:
             self._found, self._started, self._not_finite = [], [], False
-            # Without a backward, a rank that has left DDP's `join` answers the others.
+            # A rank in DDP's join() runs this hook outside of backward, where no callback can be
+            # queued.
             with suppress(RuntimeError):
                 torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_ddp)
                 self._in_iteration = True

@@ -14,7 +14,7 @@ from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
-from mmdevplug.model.host.predictions import training_step
+from mmdevplug.lazy.predictions import training_step
 from mmdevplug.model.move import move_module
 from mmdevplug.optim.device_optim_wrapper import log_norms
 from mmdevplug.utils.annotations import AnyOptimWrapper

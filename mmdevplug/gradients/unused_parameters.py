@@ -10,7 +10,7 @@ from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.backend import resolve_backend, waits_for_backward
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import LaunchError, ModelError, first_line
-from mmdevplug.model.prepare import wrapper_config
+from mmdevplug.model.place_model import wrapper_config
 
 #: Names in one message; the rest is counted.
 NAMED = 8

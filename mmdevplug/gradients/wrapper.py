@@ -110,7 +110,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         averaging.start(self, self._trainable)
         self.detect_anomalous_params = detect_anomalous_params
         if chosen.compilation.lazy:
-            from mmdevplug.model.host.predictions import materialize_predictions
+            from mmdevplug.lazy.predictions import materialize_predictions
 
             materialize_predictions(module, chosen, self._devices)
 

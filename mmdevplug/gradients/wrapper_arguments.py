@@ -35,12 +35,13 @@ def check_module(module: nn.Module) -> None:
             f'the model is wrapped already, in {type(module).__name__}; expected the bare model. '
             f'Pass model.module, or remove the model_wrapper_cfg that wraps it a second time.'
         )
-    if not trainable(module):
-        refuse_frozen(module)
+    refuse_frozen(module)
 
 
 def refuse_frozen(module: nn.Module) -> None:
-    """Raise ModelError for a model that cannot be trained by several ranks."""
+    """Raise ModelError for a model without parameters to train, which ranks cannot average."""
+    if trainable(module):
+        return
     total = sum(1 for _ in module.parameters())
     raise ModelError(
         f'{type(module).__name__} has no parameter that requires a gradient ({total} parameters, '

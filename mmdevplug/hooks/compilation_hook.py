@@ -3,7 +3,7 @@
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.accelerators import rank_device
+from mmdevplug.accelerators import context_of
 from mmdevplug.utils.annotations import AnyRunner
 
 #: Iterations in which graphs may be compiled.
@@ -25,13 +25,13 @@ class CompilationHook(Hook):
 
     def before_train(self, runner: AnyRunner) -> None:
         """Begin to count."""
-        self._compilation = rank_device()[0].compilation
+        self._compilation = context_of(runner).accelerator.compilation
         self._count = self._compilation.count()
         self._done = self._late = 0
 
     def after_val(self, runner: AnyRunner) -> None:
         """Leave out what validation compiled, which has other graphs."""
-        self._count = rank_device()[0].compilation.count()
+        self._count = context_of(runner).accelerator.compilation.count()
 
     def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Count and log compilations, and warn of those after the warm-up."""

@@ -7,7 +7,7 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import DeviceContext
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.registry import class_of, ours_for, replacement_of
+from mmdevplug.registry import replacement_of, with_ours
 from mmdevplug.utils.logs import log_warning
 
 
@@ -41,9 +41,7 @@ def replace_hook(hook: Any) -> Any:
     A hook that is built already stays, and what is lost with it is said.
     """
     if isinstance(hook, dict):
-        kind = class_of(HOOKS, hook.get('type'), hook.get('_scope_'))
-        replaced = kind if kind is None else ours_for(kind)
-        return hook if replaced is kind else dict(hook, type=replaced)
+        return with_ours(HOOKS, hook)
     found = replacement_of(type(hook))
     if found is not None and not isinstance(hook, found[1]):
         name = type(hook).__name__

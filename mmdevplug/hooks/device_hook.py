@@ -1,6 +1,6 @@
 """Check that everything is on this rank's device."""
 
-from typing import Dict, List
+from typing import Dict, List, Sequence
 
 import torch
 from mmengine.hooks import Hook
@@ -9,7 +9,7 @@ from mmengine.registry import HOOKS
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mmdevplug.accelerators import rank_device, rank_devices
+from mmdevplug.accelerators import context_of
 from mmdevplug.data.endless import check_endless
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
 from mmdevplug.model.placement import placement_of
@@ -34,26 +34,27 @@ class DeviceHook(Hook):
             check_endless(loop, key, config, runner.seed)
         if not placement_of(runner).whole:
             return  # sharding has placed each tensor, parameters on the host with `offload`
-        _, device = rank_device()
+        devices = context_of(runner).devices
+        device = devices[0]
         model = unwrap_model(runner.model)
         # A wrapper that has not been built yet is a config.
         optimizers: List[Optimizer] = []
-        for each in list_optim_wrappers(runner.optim_wrapper):
-            if isinstance(each, OptimWrapper):
-                optimizers.append(each.optimizer)
-        found = {**misplaced_tensors(model, device), **_misplaced_state(optimizers, device)}
-        if found:
+        for wrapper in list_optim_wrappers(runner.optim_wrapper):
+            if isinstance(wrapper, OptimWrapper):
+                optimizers.append(wrapper.optimizer)
+        misplaced = {**misplaced_tensors(model, device), **_misplaced_state(optimizers, devices)}
+        if misplaced:
             runner.logger.warning(
-                f'not on {device}, the device of rank {runner.rank}: {describe_misplaced(found)}. '
-                f'Moved there.'
+                f'not on {device}, the device of rank {runner.rank}: '
+                f'{describe_misplaced(misplaced)}. Moved there.'
             )
             move_module(model, device)
             for optimizer in optimizers:
                 for parameter, state in optimizer.state.items():
-                    place = _place_of_state(parameter, device)
+                    target = _place_of_state(parameter, devices)
                     for name, value in state.items():
                         if _belongs_on_device(value):
-                            state[name] = value.to(place)
+                            state[name] = value.to(target)
 
     def before_train(self, runner: AnyRunner) -> None:
         """Leave NaN to a gradient scaler, if there is one."""
@@ -68,25 +69,24 @@ def _belongs_on_device(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _place_of_state(parameter: Tensor, device: torch.device) -> torch.device:
+def _place_of_state(parameter: Tensor, devices: Sequence[torch.device]) -> torch.device:
     """Where the state of a parameter belongs: beside it, if the model is over several devices."""
-    return parameter.device if len(rank_devices()) > 1 else device
+    return parameter.device if len(devices) > 1 else devices[0]
 
 
-def _misplaced_state(optimizers: List[Optimizer], device: torch.device) -> Dict[str, torch.device]:
-    found, devices = {}, rank_devices()
+def _misplaced_state(
+    optimizers: List[Optimizer], devices: Sequence[torch.device]
+) -> Dict[str, torch.device]:
+    misplaced = {}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         for index, (parameter, state) in enumerate(optimizer.state.items()):
-            place = _place_of_state(parameter, device)
+            expected = _place_of_state(parameter, devices)
             for name, value in state.items():
-                if _belongs_on_device(value) and not same_device(value.device, place):
-                    found[f'{kind} state {name} of parameter {index}'] = value.device
+                if _belongs_on_device(value) and not same_device(value.device, expected):
+                    misplaced[f'{kind} state {name} of parameter {index}'] = value.device
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group['params']):
-                for one in devices:
-                    if same_device(parameter.device, one):
-                        break
-                else:
-                    found[f'{kind} parameter {index} of group {number}'] = parameter.device
-    return found
+                if not any(same_device(parameter.device, device) for device in devices):
+                    misplaced[f'{kind} parameter {index} of group {number}'] = parameter.device
+    return misplaced

@@ -3,7 +3,7 @@
 from mmengine.hooks import EmptyCacheHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.accelerators import rank_device
+from mmdevplug.accelerators import context_of
 from mmdevplug.utils.annotations import AnyRunner
 
 
@@ -19,12 +19,12 @@ class DeviceEmptyCacheHook(EmptyCacheHook):
 
     def _after_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         if self._do_after_iter:
-            rank_device()[0].empty_cache()
+            context_of(runner).accelerator.empty_cache()
 
     def _before_epoch(self, runner: AnyRunner, mode: str = 'train') -> None:
         if self._do_before_epoch:
-            rank_device()[0].empty_cache()
+            context_of(runner).accelerator.empty_cache()
 
     def _after_epoch(self, runner: AnyRunner, mode: str = 'train') -> None:
         if self._do_after_epoch:
-            rank_device()[0].empty_cache()
+            context_of(runner).accelerator.empty_cache()

@@ -3,7 +3,7 @@
 from mmengine.hooks import IterTimerHook, LoggerHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.accelerators import rank_device, rank_devices
+from mmdevplug.accelerators import context_of
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import loader_of
 
@@ -34,7 +34,7 @@ class DeviceIterTimerHook(IterTimerHook):
             if isinstance(hook, LoggerHook):
                 due = due or hook.every_n_inner_iters(batch_idx, hook.interval)
         if due:
-            accelerator, _ = rank_device()
-            for device in rank_devices():
-                accelerator.synchronize(device)
+            context = context_of(runner)
+            for device in context.devices:
+                context.accelerator.synchronize(device)
         super()._after_iter(runner, batch_idx, data_batch, outputs, mode)

@@ -3,7 +3,7 @@
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.accelerators import rank_device, rank_devices
+from mmdevplug.accelerators import context_of
 from mmdevplug.optim.device_optim_wrapper import log_norms
 from mmdevplug.utils.annotations import AnyRunner
 
@@ -28,5 +28,5 @@ class LazyHook(Hook):
         if getattr(runner.model, 'step_materialized', False):
             runner.model.step_materialized = False
         else:
-            rank_device()[0].compilation.materialize_all(rank_devices())
+            context_of(runner).materialize()
         log_norms(runner.optim_wrapper)

@@ -9,7 +9,7 @@ import psutil
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.accelerators import rank_device, rank_devices
+from mmdevplug.accelerators import context_of
 from mmdevplug.utils.annotations import AnyRunner
 
 MB = 2**20
@@ -54,13 +54,13 @@ class MemoryHook(Hook):
         self._done += 1
         if self._done not in (1, SETTLED) and self._done % SAMPLE_INTERVAL:
             return
-        accelerator, devices = rank_device()[0], rank_devices()
+        context = context_of(runner)
         of_workers, workers = self._measure_workers()
         used = self._process.memory_info().rss + of_workers
         shown = {'train/host_memory': used // MB}
-        if len(devices) > 1:  # a model over several; the log has a column for one
-            for device in devices:
-                peak = accelerator.max_memory_allocated(device)
+        if context.more_devices:  # a model over several; the log has a column for one
+            for device in context.devices:
+                peak = context.accelerator.max_memory_allocated(device)
                 if peak is not None:
                     shown[f'train/memory_{device}'] = peak // MB
         runner.message_hub.update_scalars(shown, resumed=False)

@@ -9,7 +9,7 @@ from mmdevplug.data.same_samples import Stream, compare_data, stream_of
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.gradients.unused_parameters import refuse_unreduced
-from mmdevplug.patches.results import patch_video_metrics
+from mmdevplug.patches.metric_results import patch_video_metrics
 from mmdevplug.utils.annotations import AnyRunner
 
 

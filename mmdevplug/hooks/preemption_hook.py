@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Optional
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.accelerators import device_context
+from mmdevplug.accelerators import context_of
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.environments.torchrun import AGENT, ELASTIC
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase
@@ -54,7 +54,7 @@ class PreemptionHook(Hook):
 
     def before_train(self, runner: AnyRunner) -> None:
         """Install the signal handlers."""
-        self._agreement = StopAgreement(current_watch())
+        self._agreement, self._env = StopAgreement(current_watch()), context_of(runner).env
         if threading.current_thread() is not threading.main_thread():
             return  # Python handles signals in the main thread alone.
         self._pid = os.getpid()
@@ -98,8 +98,7 @@ class PreemptionHook(Hook):
                 return
             self._asked_to_end = now
         self._asked = self._asked or number
-        context = device_context()
-        where = f' to {context.env.describe()}' if context is not None else ''
+        where = f' to {self._env.describe()}'
         if self._agreement is not None:
             self._agreement.request(f'{signal.Signals(number).name}{where}')
 
@@ -128,10 +127,9 @@ class PreemptionHook(Hook):
         runner.logger.info(
             f'Stopped after iteration {runner.iter + 1} because of {why}; saved {saved}.'
         )
-        context = device_context()
         if ELASTIC in os.environ:
             self._leave_elastic_job()
-        launched = context is not None and context.env.launcher != 'none'
+        launched = self._env.launcher != 'none'
         # PyTorch would wait for more of a rank of our command that ends with status 0.
         if self._asked is None or (launched and AGENT not in os.environ):
             raise SystemExit(0)

@@ -8,7 +8,7 @@ from mmengine.hooks import ProfilerHook
 from mmengine.registry import HOOKS
 from torch.profiler import ProfilerActivity
 
-from mmdevplug.accelerators import rank_device
+from mmdevplug.accelerators import context_of, rank_context
 from mmdevplug.accelerators.base import privateuse1_name
 from mmdevplug.utils.annotations import AnyRunner
 
@@ -32,7 +32,7 @@ class DeviceProfilerHook(ProfilerHook):
     activities: List[Any]
 
     def __init__(self, *, activity_with_cuda: bool = False, **kwargs: object) -> None:
-        accelerator, _ = rank_device()
+        accelerator = rank_context().accelerator
         self._records_device = activity_with_cuda and accelerator.name != 'cpu'
         activity = _activity_of(accelerator.device_type)
         super().__init__(activity_with_cuda=activity_with_cuda and activity is None, **kwargs)
@@ -48,7 +48,7 @@ class DeviceProfilerHook(ProfilerHook):
     def before_run(self, runner: AnyRunner) -> None:
         """Start the profilers; see :meth:`mmengine.hooks.ProfilerHook.before_run`."""
         super().before_run(runner)
-        accelerator, _ = rank_device()
+        accelerator = context_of(runner).accelerator
         if not self._records_device or _activity_of(accelerator.device_type) is not None:
             return
         folder = osp.join(runner.log_dir, 'device_trace', f'rank{runner.rank}')
@@ -63,8 +63,8 @@ class DeviceProfilerHook(ProfilerHook):
         runner.logger.info(f'The profile of the device will be written to {folder}.')
 
     def _export_chrome_trace(self, runner: AnyRunner) -> None:
-        accelerator, device = rank_device()
-        accelerator.synchronize(device)
+        context = context_of(runner)
+        context.accelerator.synchronize(context.device)
         if self._trace is not None:
             self._trace.__exit__(None, None, None)
             self._trace = None

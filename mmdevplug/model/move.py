@@ -80,20 +80,20 @@ def misplaced_tensors(module: nn.Module, device: torch.device) -> Dict[str, torc
 
     Where the module has a plan, parameters and buffers that are not where the plan has them.
     """
-    found = {}
-    plan = getattr(module, 'device_plan', None)  # that it was dispatched by
+    misplaced = {}
+    plan = getattr(module, 'device_plan', None)  # set by dispatch()
     for name, tensor, _ in misplaced_by_plan(module, plan, device):
-        found[name] = tensor.device
-    for name, part in module.named_modules():
-        if _is_preprocessor(part) and not same_device(part.device, device):
-            found[f'{name or type(part).__name__} (data preprocessor)'] = part.device
-    return found
+        misplaced[name] = tensor.device
+    for name, submodule in module.named_modules():
+        if _is_preprocessor(submodule) and not same_device(submodule.device, device):
+            misplaced[f'{name or type(submodule).__name__} (data preprocessor)'] = submodule.device
+    return misplaced
 
 
-def describe_misplaced(found: Dict[str, torch.device]) -> str:
-    """Name the first eight of them."""
-    named = [f'{name} on {device}' for name, device in list(found.items())[:8]]
-    more = len(found) - len(named)
+def describe_misplaced(misplaced: Dict[str, torch.device]) -> str:
+    """Describe misplaced tensors; name at most eight."""
+    named = [f'{name} on {device}' for name, device in list(misplaced.items())[:8]]
+    more = len(misplaced) - len(named)
     return ', '.join(named) + (f' and {more} more' if more > 0 else '')
 
 
@@ -143,15 +143,15 @@ def keep_parameters(model: nn.Module) -> Iterator[None]:
     of its parameters, refer to the new ones, and nothing else does.
     """
     slots = [(p, n) for p, n in _slots(model) if isinstance(p[n], nn.Parameter)]
-    held = [place[name] for place, name in slots]
+    old_parameters = [table[name] for table, name in slots]
     yield
     kept: Dict[int, Tensor] = {}
-    for (place, name), old in zip(slots, held):
-        new = place[name]
+    for (table, name), old in zip(slots, old_parameters):
+        new = table[name]
         if id(old) not in kept:
             kept[id(old)] = old if new is old or _take_over(old, new) else new
-        place[name] = kept[id(old)]
-    refer_to(model, {id(old): kept[id(old)] for old in held if kept[id(old)] is not old})
+        table[name] = kept[id(old)]
+    refer_to(model, {id(old): kept[id(old)] for old in old_parameters if kept[id(old)] is not old})
 
 
 def _take_over(old: Tensor, new: Tensor) -> bool:
@@ -179,17 +179,17 @@ def _carry_over(old: Any, new: Any) -> None:
     for name in _HOOKS:
         hooks = getattr(old, name, None)
         if hooks is not None and hooks is not getattr(new, name):
-            setattr(new, name, hooks)  # autograd then calls the hooks of this dictionary
+            setattr(new, name, hooks)  # shared, so that autograd calls the same hooks
 
 
 def refer_to(model: nn.Module, new_of: Dict[int, Tensor]) -> None:
     """Replace tensors in attributes of modules, and in what hooks of parameters refer to."""
     if not new_of:
         return
-    for part in model.modules():
-        for name, value in vars(part).items():
+    for submodule in model.modules():
+        for name, value in vars(submodule).items():
             if name not in ('_parameters', '_buffers', '_modules'):
-                vars(part)[name] = _replaced(value, new_of)
+                vars(submodule)[name] = _replaced(value, new_of)
     for parameter in model.parameters():
         for name in _HOOKS:
             for hook in (getattr(parameter, name, None) or {}).values():
@@ -205,7 +205,7 @@ def _replaced(value: Any, new_of: Dict[int, Tensor], levels: int = 4) -> Any:
     if type(value) not in (tuple, list, set, dict) or not levels:
         return value
     before = list(chain(*value.items()) if type(value) is dict else value)
-    after = [_replaced(each, new_of, levels - 1) for each in before]
+    after = [_replaced(item, new_of, levels - 1) for item in before]
     if all(map(operator.is_, before, after)):
         return value
     if type(value) is tuple:
@@ -220,10 +220,10 @@ def _replaced(value: Any, new_of: Dict[int, Tensor], levels: int = 4) -> Any:
 
 def _slots(module: nn.Module) -> List[Slot]:
     return [
-        (place, name)
-        for part in module.modules()
-        for place in _tables(part)
-        for name, tensor in place.items()
+        (table, name)
+        for submodule in module.modules()
+        for table in _tables(submodule)
+        for name, tensor in table.items()
         if tensor is not None
     ]
 
@@ -233,26 +233,26 @@ def _tables(part: nn.Module) -> Tuple[Dict[str, Any], Dict[str, Any]]:
 
 
 def _shared_slots(module: nn.Module) -> List[List[Slot]]:
-    """The places that hold the same tensor, for every tensor held more than once."""
+    """Group the slots that hold the same tensor, for each tensor in several slots."""
     by_tensor: Dict[int, List[Slot]] = {}
-    for place, name in _slots(module):
-        by_tensor.setdefault(id(place[name]), []).append((place, name))
+    for table, name in _slots(module):
+        by_tensor.setdefault(id(table[name]), []).append((table, name))
     return [slots for slots in by_tensor.values() if len(slots) > 1]
 
 
 def _tie(shared: List[List[Slot]]) -> None:
-    """Put what the first of some places holds into the others."""
+    """Share the tensor of the first slot with the other slots of each group."""
     for slots in shared:
-        first_place, first_name = slots[0]
-        for place, name in slots[1:]:
-            place[name] = first_place[first_name]
+        first_table, first_name = slots[0]
+        for table, name in slots[1:]:
+            table[name] = first_table[first_name]
 
 
 def set_preprocessor_devices(module: nn.Module, device: torch.device) -> None:
     """Set the device to which the data preprocessors in a module move batches."""
-    for part in module.modules():
-        if _is_preprocessor(part):
-            vars(part)['_device'] = device
+    for submodule in module.modules():
+        if _is_preprocessor(submodule):
+            vars(submodule)['_device'] = device
 
 
 def _is_preprocessor(part: nn.Module) -> bool:
@@ -270,40 +270,41 @@ def weights_on_host(module: nn.Module, accelerator: Accelerator) -> Iterator[Non
     and hooks that hold them stay valid; see :func:`keep_parameters` for PyTorch before 2.3.
     """
     slots = _slots(module)
-    held = [place[name] for place, name in slots]
-    here = [t for t in {id(t): t for t in held}.values() if t.device.type != 'cpu']
-    others = accelerator.copies.to_host(here)
-    for index, tensor in enumerate(here):
+    tensors = [table[name] for table, name in slots]
+    moved = [t for t in {id(t): t for t in tensors}.values() if t.device.type != 'cpu']
+    others = accelerator.copies.to_host(moved)
+    for index, tensor in enumerate(moved):
         if isinstance(tensor, nn.Parameter):
             others[index] = nn.Parameter(others[index], tensor.requires_grad)
         _carry_over(tensor, others[index])
-    # What the module holds meanwhile: the tensors with data on the host, or copies of them.
-    shown = here if SWAPS_TENSORS else others
-    _swap(here, others)
-    by_id = dict(zip(map(id, here), shown))
-    for (place, name), tensor in zip(slots, held):
-        place[name] = by_id.get(id(tensor), tensor)
+    # What the module holds inside of this context: the same tensors, now with data on the host,
+    # or copies of them.
+    shown = moved if SWAPS_TENSORS else others
+    _swap(moved, others)
+    by_id = dict(zip(map(id, moved), shown))
+    for (table, name), tensor in zip(slots, tensors):
+        table[name] = by_id.get(id(tensor), tensor)
     try:
         yield
-        found = {id(tensor): place[name] for (place, name), tensor in zip(slots, held)}
+        found = {id(tensor): table[name] for (table, name), tensor in zip(slots, tensors)}
     except BaseException:
-        _swap(here, others)
+        _swap(moved, others)
         raise
     finally:
-        for (place, name), tensor in zip(slots, held):
-            place[name] = tensor
-    results = [found[id(tensor)] for tensor in here]
-    on_device = others if SWAPS_TENSORS else here
+        for (table, name), tensor in zip(slots, tensors):
+            table[name] = tensor
+    results = [found[id(tensor)] for tensor in moved]
+    on_device = others if SWAPS_TENSORS else moved
     with torch.no_grad():
         accelerator.copies.into_device(results, on_device)
     for tensor, result in zip(on_device, results):
         vars(tensor).update(vars(result))
         _carry_over(result, tensor)
-    _swap(here, others)
-    for tensor, other in zip(here, others):
+    _swap(moved, others)
+    for tensor, other in zip(moved, others):
         vars(tensor).update(vars(other))
         _carry_over(other, tensor)
-    refer_to(module, {id(r): tensor for r, tensor in zip(results, here) if r is not tensor})
+    refer_to(module, {id(r): tensor for r, tensor in zip(results, moved) if r is not tensor})
 
 
 def _swap(some: Sequence[Tensor], others: Sequence[Tensor]) -> None:

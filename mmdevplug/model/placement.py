@@ -11,7 +11,7 @@ from mmdevplug.accelerators import Accelerator
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 
-from .prepare import initialize_weights, place_model
+from .place_model import initialize_weights, place_model
 
 
 class Placement:

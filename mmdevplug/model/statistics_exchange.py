@@ -5,9 +5,9 @@ from typing import Any, NamedTuple, Tuple
 import torch
 from torch import Tensor, distributed as torch_dist
 
-from mmdevplug.accelerators import Accelerator, device_context
+from mmdevplug.accelerators import Accelerator, group_timeout
 from mmdevplug.accelerators.backend import backend_of, takes_host_tensors, waits_for_backward
-from mmdevplug.accelerators.context import PROCESS
+from mmdevplug.distributed.group_values import values_of_group
 from mmdevplug.utils.annotations import AnyGroup
 
 #: Statistics of these are computed in float32.
@@ -111,12 +111,12 @@ def prepare_statistics_group() -> None:
     In the group of the gradients, ranks whose graphs differ (unused parameters) may issue
     statistics and gradients in another order, and statistics wait for large messages.
     """
-    context, made = device_context(), PROCESS.of_group(None)
-    if context is None or 'statistics' in made or not takes_host_tensors():
+    made = values_of_group(None)
+    if 'statistics' in made or not takes_host_tensors():
         return
     # A lost rank shows here at once, and in the making of a group only after the timeout.
     torch_dist.all_reduce(torch.zeros(1))
-    made['statistics'] = torch_dist.new_group(timeout=context.timeout)
+    made['statistics'] = torch_dist.new_group(timeout=group_timeout())
 
 
 def statistics_group(process_group: AnyGroup) -> Any:
@@ -124,7 +124,7 @@ def statistics_group(process_group: AnyGroup) -> Any:
     if not (torch_dist.is_available() and torch_dist.is_initialized()):
         return None
     if process_group is None:
-        process_group = PROCESS.of_group(None).get('statistics', torch_dist.group.WORLD)
+        process_group = values_of_group(None).get('statistics', torch_dist.group.WORLD)
     return process_group if torch_dist.get_world_size(process_group) > 1 else None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mmdevplug.accelerators import Accelerator, rank_device
+from mmdevplug.accelerators import Accelerator, rank_context
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.annotations import AnyGroup
 
@@ -85,7 +85,7 @@ class DeviceSyncBatchNorm(_BatchNorm):
         return normalize_frozen(self, input)
 
     def _accelerator(self) -> Accelerator:
-        return rank_device()[0] if self.accelerator is None else self.accelerator
+        return rank_context().accelerator if self.accelerator is None else self.accelerator
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:

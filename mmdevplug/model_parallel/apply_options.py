@@ -1,7 +1,7 @@
 """Turn the options of ``model_parallel`` into a strategy, a plan and a dispatched model."""
 
 import functools
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Dict, Optional, Sequence
 
 import torch
 from mmengine.logging import MMLogger
@@ -20,7 +20,7 @@ from . import DevicePlan, module_sizes, probe_capacities
 from .choose_devices import MEMORY_UNKNOWN, TrainingStrategy, resolve_strategy
 from .dispatch import dispatch
 from .lora_check import check_r_consistency
-from .make_plan import make_plan
+from .make_plan import PlanOptions, make_plan
 from .meta_build import build_without_memory
 from .sizes import state_factor
 
@@ -118,18 +118,10 @@ class Parallelism(Placement):
         devices, limits = list(map(str, self.strategy.devices)), options.max_memory
         if limits is None:
             limits = probe_capacities(devices, accelerator)
-        return make_plan(
-            model,
-            devices,
-            strategy=options.strategy,
-            max_memory=limits,
-            no_split=options.no_split,
-            balance_threshold=options.balance_threshold,
-            force_balance=options.force_balance,
-            exclude_cpu=options.exclude_cpu,
-            training=True,
-            optimizer=self._state_factor,
-        )
+        shared = vars(options).keys() & set(PlanOptions._fields)
+        given: Dict[str, Any] = {name: getattr(options, name) for name in shared}
+        given.update(max_memory=limits, training=True, optimizer=self._state_factor)
+        return make_plan(model, devices, PlanOptions(**given))
 
     def spread(self, model: nn.Module, runner: AnyRunner) -> nn.Module:
         """Put the bare model, which is on the host, on the devices of this rank, in place."""

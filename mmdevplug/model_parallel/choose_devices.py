@@ -43,7 +43,7 @@ class TrainingStrategy(NamedTuple):
     devices: Tuple[torch.device, ...]  #: Those of this rank; batches arrive on the first.
     rank: int  #: Index of this process.
     world_size: int  #: Number of processes.
-    reason: str  #: What decided, with the figures.
+    reason: str  #: Why it was chosen, with the figures.
 
     @property
     def is_model_parallel(self) -> bool:
@@ -158,7 +158,7 @@ def _place(launcher: str) -> LaunchEnv:
 
 
 class _Choice:
-    """What a strategy is chosen from."""
+    """The figures that a strategy is chosen from."""
 
     def __init__(
         self, accelerator: Accelerator, env: LaunchEnv, devices: Devices, exclude_cpu: bool

@@ -50,7 +50,7 @@ def signature_of(tensors: Iterable[Tuple[str, Tensor]]) -> Signature:
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """What was put on a device as one; modules without parameters are not listed.
+    """A block that was put on one device; modules without parameters are not listed.
 
     Attributes:
         name (str): Of the module or tensor; ``''`` is the whole model.
@@ -75,17 +75,17 @@ class DevicePlan:
     devices: List[str]  #: In the order they are filled.
     #: Bytes each may hold; None if they are taken for equal. One without a limit is not in it.
     capacities: Optional[Dict[str, int]]
-    loads: Dict[str, int]  #: Bytes that each holds.
+    loads: Dict[str, int]  #: Bytes on each device.
     strategy: str  #: ``'auto'``, ``'balanced'`` or ``'dynamic'``.
-    steps: List[str]  #: What was tried and why, in sentences.
+    steps: List[str]  #: The attempts and their reasons, in sentences.
     blocks: List[PlannedBlock]  #: In order of registration.
     parts: Dict[str, int]  #: Bytes of the model by what they are for.
-    signature: Signature  #: Of the model it was made for.
+    signature: Signature  #: Signature of the planned model.
     model: str = ''  #: The class of the model.
 
     @property
     def weights(self) -> Dict[str, float]:
-        """What each device holds in proportion: its capacity, or 1. The host takes no part."""
+        """The weight of each device: its capacity, or 1. The host is left out."""
         weights = device_weights(self.devices, self.capacities)
         if len(weights) > 1:
             weights.pop('cpu', None)
@@ -105,7 +105,7 @@ class DevicePlan:
 
     @property
     def ideals(self) -> Dict[str, float]:
-        """What each device would hold in a perfect split, in bytes. The host takes no part."""
+        """Bytes of each device in a perfect split. The host is left out."""
         weights = self.weights
         loads = [self.loads[name] for name in weights]
         return dict(zip(weights, ideal_loads(loads, weights.values())))
@@ -258,6 +258,6 @@ class DevicePlan:
 
 
 def _common_parent(names: Sequence[str]) -> str:
-    """What all names begin with, up to a dot."""
+    """The common prefix of all names, up to a dot."""
     parent = os.path.commonprefix(names).rpartition('.')[0] if len(names) > 1 else ''
     return f'{parent}.' if parent else ''

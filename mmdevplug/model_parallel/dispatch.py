@@ -86,7 +86,8 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
         if hasattr(part, '_hf_hook'):
             _align_forward(part)
     for name in ('to', 'cuda', 'npu', 'mlu', 'musa', 'sdaa', 'neuron', 'xpu'):
-        # accelerate's warn of a move, and a copy of the model would move the original.
+        # Remove accelerate's instance methods: they only warn, and on a deepcopy they act on the
+        # original model.
         vars(model).pop(name, None)
     vars(model)['_apply'] = functools.partial(_apply_in_place, model)
     align_methods(model, plan)
@@ -189,7 +190,7 @@ def _call_there(
     from accelerate.utils import send_to_device
 
     there, named = send_to_device(args, device), send_to_device(kwargs, device)
-    # Not a bound method, which a copy of the module would share with the original.
+    # No bound method: a deepcopy of the module would call the original.
     with writing_back((args, kwargs), (there, named)):
         return getattr(type(module), method)(module, *there, **named)
 

@@ -4,8 +4,8 @@ from typing import List, Sequence
 
 from mmdevplug.utils.byte_sizes import format_bytes
 
-from .blocks import Group
 from .device_plan import DevicePlan
+from .units import Group
 
 #: A device with a smaller part of its share gets nearly nothing.
 NEARLY_NOTHING = 0.01

@@ -1,7 +1,6 @@
 """Make a plan of which device holds which part of a model, by one of three methods."""
 
-from functools import wraps
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Union
 
 import torch
 from torch import nn
@@ -10,12 +9,12 @@ from torch.nn.parameter import is_lazy
 from mmdevplug.errors import PlacementError, first_line
 from mmdevplug.utils.logs import log_warning, quiet
 
-from .blocks import Unit, find_units, group_units, shared_names
+from .best_split import fit
 from .device_plan import WARNING, DevicePlan, PlannedBlock, signature_of
 from .evenness import describe_unevenness, idle_devices
-from .fitting import fit
 from .parse_devices import Devices, Size, parse_devices, parse_max_memory
 from .sizes import as_dtype, module_sizes
+from .units import Unit, find_units, group_units, shared_names
 from .unsplittable import WholeModules
 from .walk_modules import named_tensors, nearest, prefixes
 
@@ -24,23 +23,50 @@ STRATEGIES = ('auto', 'balanced', 'dynamic')
 _PLENTY = 2**60
 
 
-def make_plan(
-    model: nn.Module,
-    devices: Devices,
-    strategy: str = 'balanced',
-    max_memory: Union[None, str, Mapping[Any, Size]] = None,
-    no_split: Union[None, str, Iterable[str]] = None,
-    balance_threshold: float = 0.3,
-    force_balance: Optional[bool] = None,
-    exclude_cpu: bool = True,
-    dtype: Union[None, str, torch.dtype] = None,
-    training: bool = False,
-    optimizer: Union[str, int, float] = 'adamw',
-    device_type: Optional[str] = None,
+class PlanOptions(NamedTuple):
+    """Arguments of :func:`plan` besides the model and the devices."""
+
+    strategy: str = 'balanced'
+    max_memory: Union[None, str, Mapping[Any, Size]] = None
+    no_split: Union[None, str, Iterable[str]] = None
+    balance_threshold: float = 0.3
+    force_balance: Optional[bool] = None
+    exclude_cpu: bool = True
+    dtype: Union[None, str, torch.dtype] = None
+    training: bool = False
+    optimizer: Union[str, int, float] = 'adamw'
+    device_type: Optional[str] = None
+
+    def check(self) -> None:
+        """Refuse values that fit no model."""
+        if self.strategy not in STRATEGIES:
+            raise PlacementError(
+                f'strategy={self.strategy!r}: expected one of {", ".join(map(repr, STRATEGIES))}.'
+            )
+        threshold = self.balance_threshold
+        number = isinstance(threshold, (int, float)) and threshold is not True
+        if not number or not 0 <= threshold <= 1:
+            raise PlacementError(f'balance_threshold={threshold!r}: expected 0 to 1.')
+        if self.force_balance not in (None, True, False):
+            raise PlacementError(
+                f'force_balance={self.force_balance!r}: expected None, True or False.'
+            )
+
+
+def make_plan(model: nn.Module, devices: Devices, options: PlanOptions) -> DevicePlan:
+    """Plan as :func:`plan` does, which also logs the warning of an uneven plan."""
+    options.check()
+    job = _Job(model, parse_devices(devices, options.device_type, options.exclude_cpu), options)
+    planners = dict(auto=job.auto, balanced=job.balanced, dynamic=job.dynamic)
+    return job.checked(planners[options.strategy]())
+
+
+def plan(
+    model: nn.Module, devices: Devices, strategy: str = 'balanced', **options: Any
 ) -> DevicePlan:
     """Decide which device holds which part of a model. No device need be present.
 
-    An uneven plan has a warning in its ``steps``, which :func:`plan` also logs.
+    A warning is logged for an uneven plan, which is also in its ``steps``.
 
     Args:
         model (nn.Module): Any, on any device, also the meta device. It is not changed.
@@ -68,27 +94,7 @@ def make_plan(
     Raises:
         PlacementError: If an argument is wrong or the model does not fit, with the figures.
     """
-    if strategy not in STRATEGIES:
-        raise PlacementError(
-            f'strategy={strategy!r}: expected one of {", ".join(map(repr, STRATEGIES))}.'
-        )
-    number = isinstance(balance_threshold, (int, float)) and balance_threshold is not True
-    if not number or not 0 <= balance_threshold <= 1:
-        raise PlacementError(f'balance_threshold={balance_threshold!r}: expected 0 to 1.')
-    if force_balance not in (None, True, False):
-        raise PlacementError(f'force_balance={force_balance!r}: expected None, True or False.')
-    names = parse_devices(devices, device_type, exclude_cpu)
-    limits = parse_max_memory(max_memory, names)
-    job = _Job(model, names, limits, strategy, as_dtype(dtype))
-    job.force_balance = force_balance if force_balance is None else bool(force_balance)
-    job.threshold = balance_threshold
-    job.measure(no_split, training, optimizer)
-    return job.checked(getattr(job, strategy)())
-
-
-@wraps(make_plan)
-def plan(*args: Any, **kwargs: Any) -> DevicePlan:
-    made = make_plan(*args, **kwargs)
+    made = make_plan(model, devices, PlanOptions(strategy, **options))
     if made.warning:
         log_warning(made.warning)
     return made
@@ -97,14 +103,8 @@ def plan(*args: Any, **kwargs: Any) -> DevicePlan:
 class _Job:
     """A model, its devices, and the three ways to plan."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        devices: List[str],
-        limits: Dict[str, int],
-        strategy: str,
-        dtype: Optional[torch.dtype],
-    ) -> None:
+    def __init__(self, model: nn.Module, devices: List[str], options: PlanOptions) -> None:
+        self.limits = parse_max_memory(options.max_memory, devices)
         if next(model.parameters(), None) is None:
             raise PlacementError(
                 f'{type(model).__name__} has no parameters: there is nothing to spread.'
@@ -116,43 +116,36 @@ class _Job:
                 f'{", ".join(lazy[:4])} of {type(model).__name__} has no shape yet. Run the model '
                 f'once, then plan.'
             )
-        self.model, self.devices, self.limits = model, devices, limits
-        self.strategy, self.dtype = strategy, dtype
-        self.force_balance: Optional[bool] = None
-        self.threshold = 0.3
+        self.model, self.devices = model, devices
+        self.strategy, self.dtype = options.strategy, as_dtype(options.dtype)
+        force = options.force_balance
+        self.force_balance = force if force is None else bool(force)
+        self.threshold = options.balance_threshold
         #: Whether the last plan is the best split, not accelerate's map.
         self._is_best = True
-
-    def measure(
-        self,
-        no_split: Union[None, str, Iterable[str]],
-        training: bool,
-        optimizer: Union[str, int, float],
-    ) -> None:
-        """Weigh the units."""
-        self.whole = WholeModules(self.model, no_split)
-        self.sizes = module_sizes(self.model, self.dtype, training, optimizer)
-        self.units = find_units(self.model, self.whole)
-        self.groups = group_units(self.units, self.sizes, shared_names(self.model))
-        # What is computed before the first block and kept.
+        self.whole = WholeModules(model, options.no_split)
+        self.sizes = module_sizes(model, self.dtype, options.training, options.optimizer)
+        self.units = find_units(model, self.whole)
+        self.groups = group_units(self.units, self.sizes, shared_names(model))
+        # Activations that are computed before the first block and kept.
         self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
 
     def auto(self) -> DevicePlan:
         """HF accelerate's map, which knows classes that must not be split and weighs weights."""
-        found = self._infer()
-        known = {unit.name: nearest(unit.name, found) for unit in self.units}
+        device_map = self._infer()
+        known = {unit.name: nearest(unit.name, device_map) for unit in self.units}
         split = next((name for name, covered_by in known.items() if covered_by is None), None)
         if split is not None:
             raise PlacementError(
                 f'HF accelerate splits {split}, which must stay whole: it knows only classes, '
                 f'here {", ".join(self.whole.classes) or "none"}. Use strategy "balanced".'
             )
-        device_of = {name: found[str(covered_by)] for name, covered_by in known.items()}
-        made = self._finish(device_of, [], found)
+        device_of = {name: device_map[str(covered_by)] for name, covered_by in known.items()}
+        plan = self._finish(device_of, [], device_map)
         over = [
-            f'{name} would hold {made.loads[name]:,} bytes of {limit:,}'
+            f'{name} would hold {plan.loads[name]:,} bytes of {limit:,}'
             for name, limit in self.limits.items()
-            if made.loads[name] > limit
+            if plan.loads[name] > limit
         ]
         if over:
             raise PlacementError(
@@ -160,8 +153,8 @@ class _Job:
                 f'weights). Use strategy "balanced".'
             )
         self._is_best = False
-        made.steps.append(f'HF accelerate: imbalance {made.imbalance:.3f}.')
-        return made
+        plan.steps.append(f'HF accelerate: imbalance {plan.imbalance:.3f}.')
+        return plan
 
     def _infer(self) -> Dict[str, str]:
         """Call ``infer_auto_device_map``, and place what it leaves out."""
@@ -177,7 +170,7 @@ class _Job:
         memory = {key: self.limits.get(name, _PLENTY) for key, name in zip(keys, self.devices)}
         classes = list(self.whole.classes)
         try:
-            with quiet('accelerate.utils.modeling'):  # it warns of each device that is absent
+            with quiet('accelerate.utils.modeling'):  # warns of each absent device
                 memory = get_balanced_memory(self.model, memory, classes, self.dtype)
                 found = infer_auto_device_map(self.model, memory, classes, self.dtype)
         except Exception as error:
@@ -214,11 +207,11 @@ class _Job:
             for group, device in zip(self.groups, devices)
             for unit in group.units
         }
-        made = self._finish(device_of, steps)
-        made.steps.append(
-            f'best contiguous split of {len(self.groups)} blocks: imbalance {made.imbalance:.3f}.'
+        plan = self._finish(device_of, steps)
+        plan.steps.append(
+            f'best contiguous split of {len(self.groups)} blocks: imbalance {plan.imbalance:.3f}.'
         )
-        return made
+        return plan
 
     def dynamic(self) -> DevicePlan:
         """HF accelerate's map where it is even enough, else the best split."""
@@ -235,7 +228,7 @@ class _Job:
         try:
             second = self.balanced()
         except PlacementError as error:
-            # What fits on no card may be meant for the host.
+            # A model that fits on no card may be meant for the host.
             if idle and (self.force_balance or not first.loads.get('cpu')):
                 raise
             first.steps.append(f'balanced failed, auto is used: {error}')
@@ -246,14 +239,14 @@ class _Job:
         second.steps[:] = dict.fromkeys(steps)
         return second
 
-    def checked(self, made: DevicePlan) -> DevicePlan:
+    def checked(self, plan: DevicePlan) -> DevicePlan:
         """Refuse an uneven plan, or add a warning to its steps."""
-        problem = describe_unevenness(made, self.groups, self.threshold, self._is_best)
+        problem = describe_unevenness(plan, self.groups, self.threshold, self._is_best)
         if problem and self.force_balance:
             raise PlacementError(f'force_balance=True refuses a plan that is {problem}')
         if problem:
-            made.steps.append(f'{WARNING}{problem}')
-        return made
+            plan.steps.append(f'{WARNING}{problem}')
+        return plan
 
     def _finish(
         self,
@@ -262,7 +255,7 @@ class _Job:
         device_map: Optional[Mapping[str, str]] = None,
     ) -> DevicePlan:
         size_of = {unit.name: self.sizes[unit.name] for unit in self.units}
-        # What is kept before the first block runs.
+        # Bytes that are kept before the first block runs.
         size_of[self.units[0].name] += self.sizes[''] - sum(size_of.values())
         loads = dict.fromkeys(self.devices, 0)
         for name, size in size_of.items():
@@ -297,8 +290,8 @@ def clean_map(device_of: Mapping[str, str], units: Iterable[Unit]) -> Dict[str, 
     for unit in units:
         for prefix in prefixes(unit.name):
             inside.setdefault(prefix, set()).add(device_of[unit.name])
-    found: Dict[str, str] = {}
+    device_map: Dict[str, str] = {}
     for unit in units:
         name = next(p for p in prefixes(unit.name) if len(inside[p]) == 1)
-        found[name] = device_of[unit.name]
-    return found
+        device_map[name] = device_of[unit.name]
+    return device_map

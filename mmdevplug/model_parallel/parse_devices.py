@@ -103,7 +103,7 @@ def _names(part: object, device_type: Optional[str]) -> List[str]:
 def parse_max_memory(
     max_memory: Union[None, str, Mapping[Any, Size]], devices: Sequence[str]
 ) -> Dict[str, int]:
-    """What each device may hold.
+    """Parse the memory that each device may use.
 
     Args:
         max_memory (dict or str, optional): Device or its index to bytes, or
@@ -152,7 +152,7 @@ def _device_named(text: str, devices: Sequence[str]) -> str:
 
 
 def probe_capacities(devices: Sequence[str], accelerator: Accelerator) -> Dict[str, int]:
-    """What the devices of this machine have, for ``max_memory``.
+    """Measure the memory of the devices of this machine, for ``max_memory``.
 
     Args:
         devices (Sequence[str]): From :func:`parse_devices`.

@@ -86,14 +86,14 @@ def _is_replaced(kind: Optional[type], accelerator: Accelerator) -> bool:
     return found[0] is OptimWrapper and accelerator.compilation.lazy
 
 
-def describe_fp16(cfg: Config) -> Optional[str]:
-    """Describe the key ``fp16``, which has no effect; None if a config has none."""
-    if cfg.get('fp16') is None:
-        return None
-    return (
-        f'fp16={cfg.fp16!r} has no effect: MMEngine does not read this key of MMCV 1. For mixed '
-        f"precision write optim_wrapper = dict(type='AmpOptimWrapper', ...), or start with --amp."
-    )
+def warn_of_fp16(cfg: Config) -> None:
+    """Warn of the key ``fp16``, which has no effect."""
+    if cfg.get('fp16') is not None:
+        log_warning(
+            f'fp16={cfg.fp16!r} has no effect: MMEngine does not read this key of MMCV 1. For '
+            f"mixed precision write optim_wrapper = dict(type='AmpOptimWrapper', ...), or start "
+            f'with --amp.'
+        )
 
 
 def check_optimizers(optim_wrapper: OptimWrapper, context: DeviceContext) -> None:

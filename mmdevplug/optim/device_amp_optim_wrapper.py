@@ -10,7 +10,7 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
-from mmdevplug.accelerators import rank_device, rank_devices
+from mmdevplug.accelerators import enter_rank_device, rank_context
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import patch_autocast
 from mmdevplug.utils.annotations import AnyOptimWrapper
@@ -52,7 +52,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
     ) -> None:
         # Not AmpOptimWrapper's, which asserts that there is a device of MMEngine's list.
         OptimWrapper.__init__(self, **kwargs)
-        self.accelerator, self.device = rank_device()
+        self.accelerator, self.device = enter_rank_device()
         patch_autocast(self.accelerator)
         self.precision = self.accelerator.precision  # torch.compile cannot trace a cached property
         self.cast_dtype = _read_dtype(dtype, self.valid_dtypes) or self.precision.dtype
@@ -119,7 +119,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         states = getattr(self.loss_scaler, '_per_optimizer_states', {})
         found = list(states[id(self.optimizer)]['found_inf_per_device'].values()) if states else []
         # Otherwise each value that is read next runs a graph for itself alone.
-        self.accelerator.compilation.materialize_all(rank_devices(), found)
+        self.accelerator.compilation.materialize_all(rank_context().devices, found)
         if get_world_size() == 1 and not self.accelerator.compilation.lazy:
             return True
         mine = max(map(float, found), default=0.0)

@@ -7,7 +7,7 @@ from mmengine.optim import OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import Tensor
 
-from mmdevplug.accelerators import devices_of, rank_device
+from mmdevplug.accelerators import devices_of, rank_context
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
@@ -33,7 +33,7 @@ class DeviceOptimWrapper(OptimWrapper):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self.accelerator = rank_device()[0]
+        self.accelerator = rank_context().accelerator
 
     def _clip_grad(self) -> None:
         if not self.accelerator.compilation.lazy:

@@ -13,14 +13,14 @@ import torch
 from mmengine import device as mmengine_device
 from mmengine.runner.amp import autocast
 
-from mmdevplug.accelerators import Accelerator, current_accelerator
+from mmdevplug.accelerators import Accelerator, rank_context
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.patching import KEPT, active_patches, patch_symbol
 from mmdevplug.utils.torch_compat import keep_from_tracing
 
 #: Collectives and checks, at which torch.compile would break its graphs. The model and the
 #: optimizer that they call are compiled all the same.
-UNTRACED = 'distributed fault_tolerance gradients hooks model staged'
+UNTRACED = 'distributed fault_tolerance gradients hooks lazy model staged'
 
 #: The devices with a gradient scaler that MMEngine knows; 0.10.0 does not know MUSA.
 _KNOWN = ('cuda', 'npu', 'mlu', 'musa')
@@ -76,7 +76,7 @@ def patch_cuda_autocast(accelerator: Accelerator) -> None:
     """
     kind, original = accelerator.device_type, torch.autocast.__init__
     enter = torch.autocast.__enter__
-    # Not where the vendor's autocast is another one, or there is none.
+    # False if the vendor has an autocast of another kind, or none.
     its_own = getattr(accelerator.precision.autocast(enabled=False), 'device', None) == kind
     if kind == 'cuda' or torch.cuda.is_available() or not its_own:
         return
@@ -146,7 +146,7 @@ def _autocast(
     cache_enabled: Optional[bool] = None,
 ) -> Iterator[None]:
     """See :func:`mmengine.runner.amp.autocast`."""
-    accelerator = current_accelerator()
+    accelerator = rank_context().accelerator
     if device_type not in (None, accelerator.name, accelerator.device_type):
         yield from _of_mmengine(device_type, dtype, enabled, cache_enabled)
         return

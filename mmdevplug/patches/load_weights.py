@@ -15,7 +15,7 @@ from .torch_load import last_read
 
 #: How many names a message lists.
 _SHOWN = 5
-#: What ``nn.Module`` reports of a tensor of another shape.
+#: How ``nn.Module`` reports a tensor of another shape.
 _OTHER_SHAPE = re.compile(
     r'size mismatch for (\S+): copying a param with shape (?:torch\.Size\()?\[?(.*?)\]?\)? from '
     r'checkpoint, the shape in current model is (?:torch\.Size\()?\[?(.*?)\]?\)?\.',
@@ -31,7 +31,7 @@ class Fit(NamedTuple):
     checkpoint: List[str]
     missing: List[str]
     unexpected: List[str]
-    #: Of tensors that were not copied: why.
+    #: Why tensors were not copied, each as ``name: reason``.
     refused: List[str]
     #: Names of the model that are trained.
     trained: Sequence[str] = ()
@@ -108,7 +108,7 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> Fit:
     if all(name.startswith('module.') for name in held) and not any(
         name.startswith('module.') for name in state_dict
     ):
-        model = getattr(model, 'module', model)  # a wrapper that is no wrapper to MMEngine
+        model = getattr(model, 'module', model)  # a wrapper class that MMEngine does not register
 
     def load(module: Any, local: Mapping[str, Any], prefix: str = '') -> None:
         if is_model_wrapper(module) or isinstance(module, BaseTTAModel):
@@ -149,7 +149,7 @@ def _some(names: Sequence[str], separator: str = ', ') -> str:
 
 
 def _hint(names: Sequence[str], state_dict: Mapping[str, Any]) -> str:
-    """What to do with weights that lie elsewhere in a checkpoint, or belong to a part."""
+    """Advise on weights that have other prefixes in the checkpoint, or fit only a part."""
     inside = [key for key, value in state_dict.items() if isinstance(value, Mapping) and value]
     if inside:
         return (

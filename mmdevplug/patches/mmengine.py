@@ -13,8 +13,9 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from mmengine.device import utils as device_utils
+from mmengine.infer import BaseInferencer
 from mmengine.logging import logger as logger_module
-from mmengine.model import BaseAveragedModel
+from mmengine.model import BaseAveragedModel, revert_sync_batchnorm
 from mmengine.runner import CheckpointLoader, checkpoint as checkpoint_functions
 from mmengine.structures import instance_data
 from torch import Tensor, nn
@@ -25,16 +26,49 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patching import JOB, KEPT, patch_symbol, restore_patches
 
 from .autocast import patch_autocast, patch_cuda_autocast
+from .metric_results import patch_result_collection
 from .module_device import patch_cuda_calls
-from .results import patch_result_collection
 from .torch_load import safe_loading
 
 #: Devices whose index tensors MMEngine takes, also if it did not find them at its import.
 _KNOWN = ('cpu', 'cuda')
 
 
-def patch_functions(accelerator: AcceleratorConfig = None) -> Accelerator:
-    """Patch all but inferencers; see :func:`mmdevplug.patch_mmengine`."""
+def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
+    """Patch functions of MMEngine for an accelerator that MMEngine does not know.
+
+    The runner calls it. Call it yourself before you use MMEngine without a
+    runner, for inference for example. A second call patches for another accelerator.
+
+    - ``mmengine.device.get_device`` returns its device type, so inferencers compute on it.
+    - ``InstanceData[...]`` takes masks and indices on it.
+    - ``mmengine.dist`` uses tensors that the backend of the process group takes, and gathers the
+      results of metrics through it, not through a folder.
+    - ``mmengine.device.is_npu_available`` is true on an NPU whose operators' compilation MMEngine
+      could not set when it was imported.
+    - The log files of ranks are named after the visible devices of this process.
+    - ``mmengine.runner.load_checkpoint``, inferencers and ``init_cfg`` run no code from a file,
+      refuse one of which nothing fits the model, and say in one line what does not.
+    - ``mmengine.runner.amp.autocast`` casts on it.
+    - Averaged weights (``EMAHook``) have memory of their own on torch_xla.
+    - ``tensor.type()`` names the tensors of torch_xla, also on a T20, and casts to these names;
+      ``index_select`` takes indices that ``sort`` returns.
+    - ``tensor.cuda()`` moves to it, where there is no CUDA.
+
+    Args:
+        accelerator (str, dict or Accelerator, optional): See
+            :func:`mmdevplug.get_accelerator`. Defaults to None: that of the running job, or else
+            the detected one.
+
+    Returns:
+        Accelerator: The accelerator.
+
+    Examples:
+        >>> import mmdevplug
+        >>> from mmdet.apis import DetInferencer
+        >>> mmdevplug.patch_mmengine('xla')
+        >>> DetInferencer('rtmdet-tiny')  # computes on xla
+    """
     restore_patches(JOB)
     chosen, device = enter_rank_device(accelerator)
     patch_symbol(device_utils, 'DEVICE', chosen.device_type)
@@ -55,11 +89,30 @@ def patch_functions(accelerator: AcceleratorConfig = None) -> Accelerator:
     patch_cuda_calls(device)
     patch_cuda_autocast(chosen)
     patch_autocast(chosen)
+    patch_symbol(BaseInferencer, '_init_model', _for_device(BaseInferencer._init_model, chosen))
     return chosen
 
 
+def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:
+    """Let the models of inferencers run on any device, on lazy ones each batch as one graph."""
+
+    @wraps(init_model)
+    def init(*args: object, **kwargs: object) -> Any:
+        # SyncBatchNorm of PyTorch 1 takes CUDA tensors only.
+        model = revert_sync_batchnorm(init_model(*args, **kwargs))
+        if accelerator.compilation.lazy:
+            devices = {parameter.device for parameter in model.parameters()}
+            here = [device for device in devices if device.type == accelerator.device_type]
+            from mmdevplug.lazy.predictions import materialize_predictions
+
+            materialize_predictions(model, accelerator, here)
+        return model
+
+    return init
+
+
 def _load_state_dict(*args: Any, **options: Any) -> Any:
-    from .load_weights import load_state_dict  # of runs that load weights
+    from .load_weights import load_state_dict  # imported only by runs that load weights
 
     return load_state_dict(*args, **options)
 

@@ -4,7 +4,7 @@ import sys
 from functools import wraps
 from typing import Any, Callable
 
-from mmdevplug.config.prepare import refuse_flexible_runner
+from mmdevplug.config.runner_config import refuse_flexible_runner
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.registry import ours_for
 from mmdevplug.utils.patching import OWN, active_patches, patch_symbol

@@ -68,7 +68,7 @@ def _rebuild_on_host(data: np.ndarray, dtype: torch.dtype, _: str, requires_grad
     return torch.from_numpy(data).to(dtype).requires_grad_(requires_grad)
 
 
-#: What files name, and what stands in for it.
+#: Names in checkpoint files, and the objects that are loaded instead.
 _REPLACED = {
     'builtins.getattr': _method,
     _ONE_CYCLE: _one_cycle,
@@ -143,7 +143,7 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
             if forced and os.path.isfile(f):
                 _check(f)
         try:
-            # Of a context around this one, if there is any: what that forces holds here, too.
+            # An outer context that forces safe loading also holds inside this one.
             return _load_safely(patch.original, forced, f, *args, **kwargs)
         except Exception as error:
             failures.append(error)
@@ -167,7 +167,7 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
         # OSError: of a path, or of the network. KeyError: of a name such as torchvision://...
         if not forced or not (error in failures or isinstance(error, (OSError, KeyError))):
             raise
-        # What a device lacks, others explain.
+        # Errors about missing devices are explained elsewhere.
         others = ('out of memory', 'on a CUDA device')
         if isinstance(error, DevPlugError) or any(text in str(error) for text in others):
             raise

@@ -1,8 +1,12 @@
 """MMEngine's loop over iterations, which says that it is its ``run`` that trains."""
 
+from typing import Any
+
 from mmengine.registry import LOOPS
 from mmengine.runner import IterBasedTrainLoop
 from torch import nn
+
+from mmdevplug.registry import with_ours
 
 
 @LOOPS.register_module()
@@ -22,3 +26,11 @@ class DeviceIterBasedTrainLoop(IterBasedTrainLoop):
         """Train; see :meth:`mmengine.runner.IterBasedTrainLoop.run`."""
         self.runs_as_mmengine = True
         return super().run()
+
+
+def ours_of_loop(cfg: Any) -> Any:
+    """Replace the class in a loop's config by ours, or put ours under it."""
+    # MMEngine's runner takes `by_epoch=False` for this class.
+    if isinstance(cfg, dict) and cfg.get('by_epoch') is False and 'type' not in cfg:
+        cfg = dict(type=IterBasedTrainLoop, **{k: cfg[k] for k in cfg if k != 'by_epoch'})
+    return with_ours(LOOPS, cfg)

@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Tuple, Union
 from mmengine.registry import LOG_PROCESSORS
 from mmengine.runner import LogProcessor
 
-from mmdevplug.accelerators import rank_device
+from mmdevplug.accelerators import context_of
 from mmdevplug.errors import DevPlugError
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import length_of, loader_of
@@ -37,7 +37,7 @@ class DeviceLogProcessor(LogProcessor):
                 f'log_processor.average_losses={average_losses!r}: expected True or False.'
             )
         self.average_losses = average_losses
-        #: What the line to come averages; '' where ranks do not meet.
+        #: Pattern of the values that the next log line averages; '' if it averages none.
         self._averaged = ''
 
     def get_log_after_iter(self, runner: AnyRunner, batch_idx: int, mode: str) -> Tuple[dict, str]:
@@ -45,7 +45,7 @@ class DeviceLogProcessor(LogProcessor):
         # Ranks may validate different numbers of batches, and meet only after the last.
         self._averaged = 'loss|acc' if mode == 'train' else ''
         tag, line = super().get_log_after_iter(runner, batch_idx, mode)
-        peak = _peak()
+        peak = _peak(runner)
         if peak is not None and 'memory' not in tag:
             tag['memory'] = peak
             line = f'{line.rstrip()}  memory: {peak}'
@@ -74,7 +74,7 @@ class DeviceLogProcessor(LogProcessor):
 
     def _get_max_memory(self, runner: AnyRunner) -> int:
         # MMEngine calls it where CUDA or MUSA is present, also if another device is in use.
-        return _peak() or 0
+        return _peak(runner) or 0
 
 
 def _average(values: Dict[str, float]) -> Dict[str, float]:
@@ -84,12 +84,12 @@ def _average(values: Dict[str, float]) -> Dict[str, float]:
     ranks = gather_samples([values], same_structure=False)
     means = {}
     for name in values:
-        found = [each[name] for each in ranks if name in each]
-        means[name] = sum(found) / len(found)
+        values_of_ranks = [rank[name] for rank in ranks if name in rank]
+        means[name] = sum(values_of_ranks) / len(values_of_ranks)
     return means
 
 
-def _peak() -> Union[int, None]:
-    accelerator, device = rank_device()
-    peak = accelerator.max_memory_allocated(device)
+def _peak(runner: AnyRunner) -> Union[int, None]:
+    context = context_of(runner)
+    peak = context.accelerator.max_memory_allocated(context.device)
     return None if peak is None else peak // MB

@@ -1,7 +1,7 @@
 """MMEngine's Runner on any accelerator: sets up device, model wrapper, hooks and patches."""
 
-import copy
 import os
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Union
 
@@ -12,38 +12,37 @@ from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
-from mmengine.registry import LOG_PROCESSORS, LOOPS, RUNNERS
-from mmengine.runner import BaseLoop, IterBasedTrainLoop, LogProcessor, Priority, Runner
+from mmengine.registry import LOG_PROCESSORS, RUNNERS
+from mmengine.runner import BaseLoop, LogProcessor, Priority, Runner
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
-from mmdevplug.checkpoint.fitting import load_model
 from mmdevplug.checkpoint.job import Job, begin_job
-from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
+from mmdevplug.checkpoint.load_model import load_checkpoint
+from mmdevplug.checkpoint.reading import find_resume_point
 from mmdevplug.checkpoint.resume import Resume
 from mmdevplug.checkpoint.saving import save_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.config.prepare import prepare_config, refuse_misspelt
+from mmdevplug.config.runner_config import prepare_config, refuse_misspelt
 from mmdevplug.data import make_resumable
-from mmdevplug.data.checking import build_nonempty, check_batches, check_temporary_folder
-from mmdevplug.data.endless import take_for_endless
-from mmdevplug.data.worker_signals import keep_workers_from_signals
+from mmdevplug.data.checking import build_loader, check_train_loop
 from mmdevplug.device_guard.explain import explain_cuda
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.gradients.wrapper_arguments import refuse_frozen
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
-from mmdevplug.optim.adapt_config import adapt_optim_wrapper_cfg, check_optimizers, describe_fp16
+from mmdevplug.optim.adapt_config import adapt_optim_wrapper_cfg, check_optimizers, warn_of_fp16
 from mmdevplug.patches.autocast import prepare_compiling
 from mmdevplug.patches.torch_load import trust_classes
-from mmdevplug.registry import class_of, ours_for
+from mmdevplug.registry import with_ours
 from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
 
 from .choose_placement import choose_placement
+from .device_iter_loop import ours_of_loop
 from .explain_errors import current_group, explained
 from .init_device import init_from_options
 
@@ -106,14 +105,9 @@ class DeviceRunner(Runner):
         model_parallel = cfg.get('model_parallel') if model_parallel is None else model_parallel
         sharding = cfg.get('sharding') if sharding is None else sharding
         self.accelerator_options = AcceleratorOptions.from_config(accelerator)
-        #: The config of the schedulers, which MMEngine replaces by what it builds.
-        self.scheduler_config: Any = None
-        #: What is saved with a checkpoint, and restored to go on where a run was.
+        #: Saved with each checkpoint, and restored when resuming.
         self.resume_state = Resume()
-        # A static method, which does not know for which runner it builds.
-        self.build_dataloader = self.resume_state.participants.noting(  # type: ignore[method-assign]
-            type(self).build_dataloader
-        )
+        self.resume_state.participants.note_loaders(self)
         # MMEngine's default is backend='nccl'.
         kwargs.setdefault('env_cfg', {})
         model = kwargs['model'] if 'model' in kwargs else next(iter(args), None)
@@ -132,14 +126,10 @@ class DeviceRunner(Runner):
 
     def setup_env(self, env_cfg: Dict) -> None:
         """Start the process group on this rank's device, then do the rest as MMEngine does."""
-        dist_cfg = dict(env_cfg.get('dist_cfg') or {})
         self.device_context = init_from_options(
-            self._launcher, self.accelerator_options, self.placement, dist_cfg
+            self._launcher, self.accelerator_options, self.placement, env_cfg
         )
         self.process_group = current_group()
-        if self.device_context.backend is not None:
-            # What runs is what the log shows.
-            env_cfg['dist_cfg'] = dict(dist_cfg, backend=self.device_context.backend)
         trust_classes(self.cfg.get('checkpoint_classes') or ())
         super().setup_env(env_cfg)
 
@@ -153,20 +143,13 @@ class DeviceRunner(Runner):
         logger = super().build_logger(*args, **kwargs)
         logger.info(self.device_context.describe())
         shorten_terminal(logger, os.path.join(self._log_dir, f'{self.timestamp}.log'))
-        no_effect = describe_fp16(self.cfg)
-        if no_effect is not None:
-            logger.warning(no_effect)
+        warn_of_fp16(self.cfg)
         self.placement.log(logger)
         return logger
 
     def build_log_processor(self, log_processor: Union[LogProcessor, Dict]) -> LogProcessor:
         """Build the log processor, MMEngine's with the memory column of any accelerator."""
-        if isinstance(log_processor, dict):
-            named = log_processor.get('type', LogProcessor)
-            kind = class_of(LOG_PROCESSORS, named, log_processor.get('_scope_'))
-            if kind is not None:
-                log_processor = dict(log_processor, type=ours_for(kind))
-        return super().build_log_processor(log_processor)
+        return super().build_log_processor(with_ours(LOG_PROCESSORS, log_processor, LogProcessor))
 
     def _log_env(self, env_cfg: Dict) -> None:
         """Log the environment as MMEngine does, and all devices of the accelerator."""
@@ -216,8 +199,7 @@ class DeviceRunner(Runner):
         self, optim_wrapper: Union[Optimizer, OptimWrapper, Dict]
     ) -> Union[OptimWrapper, OptimWrapperDict]:
         """Build the optimizer wrapper that suits the device, and refuse what cannot work there."""
-        bare = self.device_context.backend is not None and not is_model_wrapper(self.model)
-        if bare and not any(each.requires_grad for each in self.model.parameters()):
+        if self.device_context.backend is not None and not is_model_wrapper(self.model):
             refuse_frozen(self.model)
         cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
         built = super().build_optim_wrapper(cfg)
@@ -228,8 +210,7 @@ class DeviceRunner(Runner):
 
     def build_param_scheduler(self, scheduler: object) -> Any:
         """Build schedulers; see :meth:`mmengine.runner.Runner.build_param_scheduler`."""
-        if self.scheduler_config is None:
-            self.scheduler_config = copy.deepcopy(scheduler)
+        self.resume_state.note_schedulers(scheduler)
         return super().build_param_scheduler(scheduler)
 
     # data ---------------------------------------------------------------------------------------
@@ -241,22 +222,15 @@ class DeviceRunner(Runner):
         diff_rank_seed: bool = False,
     ) -> DataLoader:
         """Build a data loader that can start in the middle of an epoch."""
-        loader = build_nonempty(
-            lambda: Runner.build_dataloader(dataloader, seed, diff_rank_seed), dataloader
-        )
-        check_temporary_folder(loader)
-        make_resumable(loader, seed, dataloader)
-        keep_workers_from_signals(loader)
-        return loader
+        build = partial(Runner.build_dataloader, dataloader, seed, diff_rank_seed)
+        return build_loader(build, dataloader, seed)
 
     def build_train_loop(self, loop: Union[BaseLoop, Dict]) -> BaseLoop:
         """Build the loop; see :meth:`mmengine.runner.Runner.build_train_loop`."""
         # An iteration-based loop reads from the loader when it is built.
         make_resumable(self._train_dataloader, self.seed)
-        built = super().build_train_loop(_ours_of_loop(loop) if isinstance(loop, dict) else loop)
-        check_batches(built)
-        if isinstance(built, IterBasedTrainLoop):
-            take_for_endless(built.dataloader)
+        built = super().build_train_loop(ours_of_loop(loop))
+        check_train_loop(built)
         return built
 
     # checkpoints --------------------------------------------------------------------------------
@@ -325,22 +299,9 @@ class DeviceRunner(Runner):
         revise_keys: list = [(r'^module.', '')],  # noqa: B006  MMEngine's signature
     ) -> Dict:
         """Load a checkpoint as MMEngine does, but without running code from it, or refuse it."""
-        model = unwrap_model(self.model)
-        trust_classes(self.cfg.get('checkpoint_classes') or ())  # another runner had its own
-        checkpoint = read_for_model(filename, map_location, not self.placement.whole, model)
-        self.resume_state.check(self, checkpoint, filename)
-        # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
-        self.device_context.materialize()
-        # From here on as MMEngine's method.
-        with self.placement.loading():
-            self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-            load_model(
-                model, checkpoint, filename, strict, revise_keys, bool(self.resume_state.file)
-            )
-        self.resume_state.compare(checkpoint, filename)
+        checkpoint = load_checkpoint(self, filename, map_location, strict, revise_keys)
         self._has_loaded = True
         self.logger.info(f'Load checkpoint from {filename}')
-        self.device_context.materialize()
         return checkpoint
 
     def resume(
@@ -356,14 +317,9 @@ class DeviceRunner(Runner):
         states are copied to the device of the parameters in any case.
         """
         location = 'cpu' if map_location == 'default' else map_location
-        if not (resume_optimizer and resume_param_scheduler):
+        exactly = resume_optimizer and resume_param_scheduler
+        with self.resume_state.resuming(self, filename) if exactly else nullcontext():
             super().resume(filename, resume_optimizer, resume_param_scheduler, location)
-            return
-        self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
-        if self.param_schedulers is not None:
-            self.param_schedulers = self.build_param_scheduler(self.param_schedulers)
-        with self.resume_state.resuming(self, filename):
-            super().resume(filename, map_location=location)
 
     # runs ---------------------------------------------------------------------------------------
 
@@ -386,12 +342,3 @@ class DeviceRunner(Runner):
         """Test; see :meth:`train`."""
         with explained(self, 'test'):
             return super().test()
-
-
-def _ours_of_loop(cfg: Dict) -> Dict:
-    """Replace the class in a loop's config by ours, or put ours under it."""
-    cfg = dict(cfg)
-    if cfg.get('by_epoch') is False and 'type' not in cfg:  # as MMEngine's runner reads it
-        cfg = dict(type=IterBasedTrainLoop, **{k: cfg[k] for k in cfg if k != 'by_epoch'})
-    kind = class_of(LOOPS, cfg.get('type'), cfg.get('_scope_'))
-    return cfg if kind is None else dict(cfg, type=ours_for(kind))

@@ -6,7 +6,6 @@ from weakref import ref
 
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators import device_context
 from mmdevplug.data.checking import explain_no_batch
 from mmdevplug.device_guard.explain import explain_cuda
 from mmdevplug.errors import LaunchError
@@ -23,18 +22,15 @@ def explained(runner: Any, stage: str) -> Iterator[None]:
             'destroy_process_group() and init_process_group() from the script; the runner starts '
             'the group, with the backend of accelerator.backend.'
         )
-    device = runner.device_context.device
-    with fail_together(stage), explain_no_batch(), explain_cuda(device):
+    devices = runner.device_context.devices
+    with fail_together(stage), explain_no_batch(), explain_cuda(devices[0]):
         try:
             yield
         except (RuntimeError, TypeError, ValueError):
-            context = device_context()
-            if context is None:
-                raise
             from mmdevplug.device_guard.explain import explain_mixed_devices
 
             place = f'rank {runner.rank}, {stage}'
-            with explain_mixed_devices(unwrap_model(runner.model), context.devices, place):
+            with explain_mixed_devices(unwrap_model(runner.model), devices, place):
                 raise
 
 

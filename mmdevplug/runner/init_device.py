@@ -6,11 +6,10 @@ from mmdevplug.accelerators import DeviceContext
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.distributed.process_group import start_distributed
-from mmdevplug.model.inferencers import patch_mmengine
 from mmdevplug.model.placement import Placement
 from mmdevplug.patches.barrier import patch_barrier
 from mmdevplug.patches.mmcv_ops import patch_mmcv_ops
-from mmdevplug.patches.mmengine import patch_device_id
+from mmdevplug.patches.mmengine import patch_device_id, patch_mmengine
 from mmdevplug.utils.host import keep_freed_memory
 from mmdevplug.utils.torch_compat import import_version_module
 
@@ -48,9 +47,13 @@ def init_device(
 
 
 def init_from_options(
-    launcher: str, options: AcceleratorOptions, placement: Placement, dist_cfg: Dict[str, Any]
+    launcher: str, options: AcceleratorOptions, placement: Placement, env_cfg: Dict[str, Any]
 ) -> DeviceContext:
-    """Call :func:`init_device` for a runner, and patch MMEngine."""
+    """Call :func:`init_device` for a runner, and patch MMEngine.
+
+    ``env_cfg`` gets the backend that was chosen: what runs is what the log shows.
+    """
+    dist_cfg = dict(env_cfg.get('dist_cfg') or {})
     context = init_device(
         launcher,
         options.device,
@@ -59,4 +62,6 @@ def init_from_options(
         **dist_cfg,
     )
     patch_mmengine()
+    if context.backend is not None:
+        env_cfg['dist_cfg'] = dict(dist_cfg, backend=context.backend)
     return context

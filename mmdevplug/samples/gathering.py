@@ -6,7 +6,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Union
 import torch
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators import rank_device, to_device
+from mmdevplug.accelerators import rank_context, to_device
 from mmdevplug.distributed.byte_exchange import gather_bytes
 from mmdevplug.distributed.wire import CPU, dumps, loads
 from mmdevplug.errors import RankFailedError, SampleError
@@ -173,7 +173,7 @@ def begin(
     ranks do not know yet are kept in the job.
     """
     world_size, rank = _place_in(group)
-    device = rank_device()[1] if options.device is None else torch.device(options.device)
+    device = rank_context().device if options.device is None else torch.device(options.device)
     error: Optional[Exception] = None
     chosen: List[Any] = []
     structures: List[Structure] = []

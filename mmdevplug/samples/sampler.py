@@ -4,7 +4,7 @@ import functools
 import logging
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
-from mmdevplug.accelerators import rank_device, rank_devices
+from mmdevplug.accelerators import enter_rank_device, rank_context
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.distributed.wire import dumps, loads
 from mmdevplug.errors import SampleError
@@ -124,7 +124,7 @@ class DynamicSampler:
         self._collate: Any = {None: stack, 'stack': stack, 'list': list}.get(collate, collate)
         self._generate, self._is_valid = generate, is_valid
         self._exchange: Dict[str, Any] = dict(group=group, device='cpu')
-        self._accelerator, self._device = rank_device()
+        self._accelerator, self._device = enter_rank_device()
         self._pool = Pool(target, per_group, max_resamples, on_short)
         self._rounds = Rounds(self._pool, group)
         self._rank, self._world_size = self._rounds.rank, self._rounds.world_size
@@ -208,7 +208,7 @@ class DynamicSampler:
         drawn = draw(self._generate, self._is_valid, self._pool.per_group)
         # A lazy device goes on from the random state of what it has recorded: without this, each
         # number of rounds would be a graph of its own, for training as well.
-        self._accelerator.compilation.materialize_all(rank_devices())
+        self._accelerator.compilation.materialize_all(rank_context().devices)
         return drawn
 
     def _share(self, tally: Tally, count: int, short: Optional[str] = None) -> List[Any]:

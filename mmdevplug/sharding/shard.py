@@ -97,7 +97,7 @@ class Sharding(Placement):
         from torch.distributed import fsdp
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-        from .blocks import find_blocks  # loads model_parallel
+        from .find_blocks import find_blocks  # loads model_parallel
 
         context, sync_bn = runner.device_context, runner.cfg.get('sync_bn')
         check_sync_bn(sync_bn)

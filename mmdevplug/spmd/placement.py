@@ -12,8 +12,8 @@ from mmdevplug.accelerators import Accelerator
 from mmdevplug.config.sharding import ShardingOptions
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import LaunchError, ModelError
+from mmdevplug.model.place_model import place_model
 from mmdevplug.model.placement import Placement
-from mmdevplug.model.prepare import place_model
 from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 
 from .batches import SplitBatch, enlarge_batches

@@ -36,7 +36,7 @@ def metrics_of(loop: Any) -> List[Any]:
 
 
 def _parts(loop: Any) -> List[Any]:
-    """What the attributes of a loop hold, also in lists, each once and in an order that stays."""
+    """List the values of a loop's attributes, also in lists: each once, in a fixed order."""
     held: List[Any] = []
     for value in getattr(loop, '__dict__', {}).values():
         held += value if isinstance(value, (list, tuple)) else [value]
@@ -58,6 +58,12 @@ def progress_of(loop: Any) -> Optional[Tuple[int, int]]:
     if isinstance(loop, IterBasedTrainLoop):
         return loop.iter, loop.max_iters
     return None
+
+
+def is_complete(runner: Any) -> bool:
+    """Whether nothing is left to train; never of an unknown loop."""
+    count, last = progress_of(runner.train_loop) or (0, 1)
+    return count >= last
 
 
 def validation_follows(runner: AnyRunner) -> bool:

@@ -1,7 +1,8 @@
 """Replace symbols of other packages for a while, record what is replaced, and restore it.
 
 Every replacement goes through :func:`patch_symbol`, and stands with its reason in
-``docs/patch_table.py``. An attribute of one object is simply assigned.
+``docs/patch_table.py``. An attribute of one object is simply assigned, and so are
+``sys.excepthook`` and ``warnings.showwarning``, which Python documents for that.
 """
 
 import threading
@@ -11,7 +12,7 @@ from typing import Any, List
 #: When patches end: with the next job or ``restore_mmengine()``, with the latter alone, or where
 #: the code that made one restores it, if ever.
 JOB, KEPT, OWN = 'job', 'kept', 'own'
-#: What a class holds of a symbol that it inherits.
+#: Stands for the value of a symbol that a class only inherits.
 _INHERITED = object()
 
 
@@ -87,7 +88,7 @@ def full_name(owner: Any) -> str:
 def _read(owner: object, name: str) -> Any:
     if isinstance(owner, FunctionType):
         return getattr(owner, name)
-    # Not getattr(): a class holds the classmethod, not the bound method.
+    # vars(), because getattr() would return a bound method for a classmethod.
     if isinstance(owner, type) and hasattr(owner, name):
         return vars(owner).get(name, _INHERITED)
     return vars(owner)[name]

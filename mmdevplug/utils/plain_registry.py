@@ -1,4 +1,4 @@
-"""What accelerators need of MMEngine's registry, where MMEngine is not installed."""
+"""Replace MMEngine's registry for accelerators where MMEngine is not installed."""
 
 from typing import Any, Callable, Dict, Mapping, Optional
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Maybe(NamedTuple):
-    """In place of a value that may be None."""
+    """Marks a value that may also be None."""
 
     like: Any
 

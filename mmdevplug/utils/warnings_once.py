@@ -5,8 +5,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .patching import OWN, patch_symbol
-
 
 def show_warnings_once(folder: Path) -> None:
     """Show a warning of Python on the first rank of this host that issues it, and on no other.
@@ -25,7 +23,7 @@ def show_warnings_once(folder: Path) -> None:
             shown.add(text)
         show(message, category, filename, lineno, *more, **options)
 
-    patch_symbol(warnings, 'showwarning', show_first, OWN)
+    warnings.showwarning = show_first
 
 
 def says_first(text: str, folder: Path) -> bool:

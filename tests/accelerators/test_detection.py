@@ -16,10 +16,10 @@ from mmdevplug.accelerators import (
     T20Accelerator,
     available_accelerators,
     choose_accelerator,
-    current_accelerator,
     get_accelerator,
     set_device_context,
 )
+from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.accelerators.detection import DETECTION_ORDER, ENVIRONMENT_VARIABLE
 from mmdevplug.accelerators.torch_native import FAMILIES
 from mmdevplug.errors import AcceleratorError

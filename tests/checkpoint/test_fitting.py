@@ -13,11 +13,10 @@ from mmengine.model import BaseModule
 from mmengine.registry import MODEL_WRAPPERS, RUNNERS
 from torch import nn
 
-from mmdevplug.checkpoint.fitting import load_model
+from mmdevplug.checkpoint.load_model import load_model
 from mmdevplug.errors import CheckpointError
-from mmdevplug.model.inferencers import patch_mmengine
 from mmdevplug.patches.load_weights import load_weights
-from mmdevplug.patches.mmengine import restore_mmengine
+from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
 from mmdevplug.utils.model import unwrap_model
 from tests.checkpoint.training import build, config
 from tests.ranks import run_ranks

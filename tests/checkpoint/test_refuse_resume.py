@@ -5,7 +5,7 @@ import torch
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.checkpoint.fitting import check_names
+from mmdevplug.checkpoint.load_model import check_names
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.errors import CheckpointError
 from tests.checkpoint.changed_settings import STEPS, Case, plan, resumed, run

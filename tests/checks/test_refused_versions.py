@@ -8,7 +8,7 @@ import torch
 
 from mmdevplug.checks import versions
 from mmdevplug.checks.isolated import run_isolated
-from mmdevplug.checks.versions import distribution, install_command
+from mmdevplug.utils.broken_imports import distribution, install_command
 from tests.cli.running import config, mmdevplug, only_message
 
 #: What is installed as mmcv, by its own name: `mmcv-lite` where it was not compiled.

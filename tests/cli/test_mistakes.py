@@ -12,11 +12,11 @@ from torch import nn
 
 import mmdevplug
 from mmdevplug import DeviceDistributedDataParallel
-from mmdevplug.checks.versions import distribution
 from mmdevplug.cli import common, main as command, test, train
 from mmdevplug.errors import ModelError
 from mmdevplug.model.move import check_materialized
 from mmdevplug.model_parallel.parse_devices import parse_devices
+from mmdevplug.utils.broken_imports import distribution
 from tests.cli.running import DIGITS, config, mmdevplug as in_a_process
 from tests.jobs import ROOT
 from tests.ranks import run_ranks

@@ -9,8 +9,8 @@ import pytest
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
-from mmdevplug.checks.config_file import find_unread
 from mmdevplug.cli import train
+from mmdevplug.config.load import find_unread
 from tests.commands import python
 from tests.jobs import PATHS, ROOT
 from tests.ranks import free_port

@@ -94,7 +94,7 @@ def test_rank_0_gets_what_mmengine_gives_it_without_a_folder(accelerator, tmp_pa
 def collect_videos(folder):
     from mmdet.evaluation.metrics.base_video_metric import collect_tracking_results
 
-    from mmdevplug.patches.results import patch_video_metrics
+    from mmdevplug.patches.metric_results import patch_video_metrics
 
     _, rank = start('cpu', folder)
     patch_video_metrics()
@@ -116,7 +116,7 @@ CHUNK = 1 << 20
 
 def count_memory(folder):
     """Collect 60 MB in pieces: masks as arrays, as tensors and as bytes, and one large result."""
-    from mmdevplug.distributed import results as module
+    from mmdevplug.distributed import gather_results as module
 
     _, rank = start('cpu', folder)
     module.CHUNK_BYTES = CHUNK

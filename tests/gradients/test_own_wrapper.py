@@ -79,7 +79,7 @@ class Past(MMDistributedDataParallel):
 
 
 def train(accelerator, kind):
-    from mmdevplug.model.prepare import place_model
+    from mmdevplug.model.place_model import place_model
 
     context = start(accelerator)
     wrapper = place_model(Net(), context, dict(type=kind, find_unused_parameters=True))

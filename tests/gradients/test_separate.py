@@ -181,7 +181,7 @@ def test_models_that_are_refused(wrap, expected):
     ],
 )
 def test_configs_that_name_mmengines_wrapper_get_ours(asked, built):
-    from mmdevplug.model.prepare import wrapper_config
+    from mmdevplug.model.place_model import wrapper_config
 
     found = wrapper_config(dict(type=asked, broadcast_buffers=False))
     kind = found.pop('type')  # a name that this PyTorch does not have stays

@@ -144,7 +144,7 @@ def test_unknown_values_are_refused_with_a_list(value):
 
 def place_in_single_process(sync_bn):
     from mmdevplug import init_device
-    from mmdevplug.model.prepare import place_model
+    from mmdevplug.model.place_model import place_model
 
     context = init_device('none', 'cpu')
     with pytest.raises(ModelError, match="sync_bn='sync'"):

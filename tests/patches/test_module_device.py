@@ -40,7 +40,7 @@ class Generator(BaseModel):
 
 def generate(accelerator):
     from mmdevplug import init_device
-    from mmdevplug.model.prepare import place_model
+    from mmdevplug.model.place_model import place_model
     from mmdevplug.patches.mmengine import restore_mmengine
 
     install_card(accelerator)
@@ -64,8 +64,7 @@ def test_noise_is_made_on_the_device_of_the_module(accelerator):
 
 def ask_for_cuda(accelerator):
     """Models, losses and metrics that call ``.cuda()``, as some of mmagic and mmrotate do."""
-    from mmdevplug.model.inferencers import patch_mmengine
-    from mmdevplug.patches.mmengine import restore_mmengine
+    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
 
     install_card(accelerator)
     patch_mmengine(accelerator)
@@ -124,8 +123,7 @@ if hasattr(torch, 'get_autocast_dtype'):
 
 def cast_by_cuda(accelerator):
     """What dtypes a model computes in that turns mixed precision off and on by CUDA's names."""
-    from mmdevplug.model.inferencers import patch_mmengine
-    from mmdevplug.patches.mmengine import restore_mmengine
+    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
 
     install_card(accelerator)
     before = decorate()

@@ -188,17 +188,15 @@ def expected_of(accelerator, ranks):
         without = (*without, 'update_parameters', *OF_XLA)
     periods = (page.JOB, page.LOG_FILES, page.AUTOCAST)
     found = symbols_of(*periods, without=without)
-    if ranks > 1:
-        found |= symbols_of(page.WATCH)
-        if accelerator != 'cpu':
-            here = [name for name in vars(torch_dist) if name]
-            found |= {
-                str(symbol)
-                for symbol in PATCHED_SYMBOLS
-                if symbol.period == page.PROCESS_GROUP and symbol.name in here
-            }
-            # Only where PyTorch cannot ask for the accelerator: see test_collectives.py.
-            found.discard('torch.distributed.barrier')
+    if ranks > 1 and accelerator != 'cpu':
+        here = [name for name in vars(torch_dist) if name]
+        found |= {
+            str(symbol)
+            for symbol in PATCHED_SYMBOLS
+            if symbol.period == page.PROCESS_GROUP and symbol.name in here
+        }
+        # Only where PyTorch cannot ask for the accelerator: see test_collectives.py.
+        found.discard('torch.distributed.barrier')
     if accelerator == 'xla':
         found.add('torch._shape_as_tensor')  # of lazy models; the others are of mmseg
     if importlib.util.find_spec('mmcv._ext') is not None:
@@ -245,7 +243,7 @@ def test_autocast_is_restored_and_patched_anew():
 def device_id_without_a_runner():
     from mmengine.logging import logger
 
-    from mmdevplug.model.inferencers import patch_mmengine
+    from mmdevplug.patches.mmengine import patch_mmengine
     from tests.jobs import install_card
 
     install_card('zeta')

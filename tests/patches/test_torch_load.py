@@ -201,7 +201,7 @@ def test_a_models_own_initialization(files, tmp_path):
     """As a runner calls it: its loads keep their arguments, in its own threads too."""
     from mmdevplug.accelerators import get_accelerator
     from mmdevplug.distributed.process_group import start_distributed
-    from mmdevplug.model.prepare import initialize_weights
+    from mmdevplug.model.place_model import initialize_weights
 
     python_2 = tmp_path / 'python2.pth'
     _write_python_2(python_2)

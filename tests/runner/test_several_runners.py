@@ -7,7 +7,8 @@ from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators import current_accelerator, device_context
+from mmdevplug.accelerators import context_of, device_context, enter_rank_device, rank_context
+from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.errors import LaunchError
 from tests.jobs import PLAIN, digits_config, install_card, largest_difference, weights_of
 from tests.ranks import run_ranks
@@ -118,6 +119,11 @@ def build_on_two_devices(work_dir):
     host = build('cpu', work_dir / 'host')
     assert device_context() is host.device_context
     assert current_accelerator() is host.device_context.accelerator
+    assert rank_context() is host.device_context
+    assert enter_rank_device('zeta')[1] == card.device_context.device
+    assert rank_context().device == card.device_context.device  # the newest
+    assert context_of(host) is host.device_context  # as a hook asks
+    assert context_of(object()) is rank_context()  # a stock runner
     return str(card.device_context.device), str(host.device_context.device)
 
 
@@ -129,13 +135,15 @@ def start_group_after_choosing():
     """As under a stock runner: a script asks for the device before the process group exists."""
     from torch import distributed as torch_dist
 
-    from mmdevplug.accelerators import enter_rank_device
     from mmdevplug.accelerators.backend import group_device
 
     install_card('zeta')
     before = str(enter_rank_device('zeta')[1])
     torch_dist.init_process_group('gloo')
+    chosen = rank_context()
+    assert rank_context() is chosen  # entered once for a process group
     accelerator, device = enter_rank_device()
+    assert (accelerator, device) == (chosen.accelerator, chosen.device)
     assert current_accelerator() is accelerator is device_context().accelerator
     assert group_device().type == 'cpu'
     return before, str(device), device_context().env.rank

@@ -8,7 +8,7 @@ from torch import nn
 
 from mmdevplug.config.sharding import ShardingOptions
 from mmdevplug.errors import DevPlugError, ModelError
-from mmdevplug.sharding.blocks import find_blocks
+from mmdevplug.sharding.find_blocks import find_blocks
 from tests.columns import lazy
 from tests.parallel_jobs import build
 from tests.ranks import RanksFailed, run_ranks

@@ -1,6 +1,6 @@
 """What the facts of each row have to be: of MMEngine by itself, and with ours."""
 
-from mmdevplug.checks.versions import distribution
+from mmdevplug.utils.broken_imports import distribution
 from tests.columns import NATIVE, NATIVE_BACKENDS
 from tests.jobs import torch_before
 from tests.sites.devices import VISIBLE, device_type

@@ -16,7 +16,7 @@ import mmdevplug
 from mmdevplug import init_device
 from mmdevplug.accelerators import device_context
 from mmdevplug.hooks import DeviceEmptyCacheHook, DeviceProfilerHook
-from mmdevplug.model.prepare import place_model
+from mmdevplug.model.place_model import place_model
 from tests.columns import NATIVE_BACKENDS, backend_of
 from tests.ranks import free_port
 from tests.sites.devices import (

@@ -168,13 +168,13 @@ def test_random_numbers_go_on_where_they_were_saved(accelerator):
 
 @pytest.mark.parametrize(('rate', 'with_cp'), [(0.1, True), (0.0, True), (0.1, False)])
 def test_dropout_in_a_checkpointed_segment_is_named(torch_gcu, monkeypatch, rate, with_cp):
-    from mmdevplug.model import prepare
+    from mmdevplug.model import place_model
 
     said = []
-    monkeypatch.setattr(prepare, 'log_warning', said.append)
+    monkeypatch.setattr(place_model, 'log_warning', said.append)
     block = nn.Sequential(nn.Linear(2, 2), nn.Dropout(rate))
     block.with_cp = with_cp
-    prepare.place_model(nn.Sequential(block), init_device('none', 'gcu'))
+    place_model.place_model(nn.Sequential(block), init_device('none', 'gcu'))
     assert len(said) == (rate > 0 and with_cp)
     if said:
         assert '0.1 and 0 more layers drop elements inside of segments' in said[0]

@@ -198,8 +198,8 @@ def train_detector(
         executions and compilations of the device, by default those of torch_xla.
     """
     from mmdevplug import init_device
-    from mmdevplug.model.host.predictions import training_step
-    from mmdevplug.model.prepare import place_model
+    from mmdevplug.lazy.predictions import training_step
+    from mmdevplug.model.place_model import place_model
     from mmdevplug.optim.device_optim_wrapper import DeviceOptimWrapper
 
     count = counts or xla_counts
@@ -233,7 +233,7 @@ def predict_detector(kind, config, batches, state):
         dict: ``predictions`` of each picture; ``executions`` and ``compilations`` of each batch.
     """
     from mmdevplug import init_device
-    from mmdevplug.model.prepare import place_model
+    from mmdevplug.model.place_model import place_model
 
     model = _built(config)
     model.load_state_dict(state)

@@ -205,7 +205,7 @@ def detect(kind, head, sizes, pad_to):
     from mmdevplug import init_device
     from mmdevplug.config.pad_to import read_pad_to
     from mmdevplug.data.padding import install_padding
-    from mmdevplug.model.prepare import place_model
+    from mmdevplug.model.place_model import place_model
 
     register_all_modules(init_default_scope=False)
     torch.manual_seed(0)

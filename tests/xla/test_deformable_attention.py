@@ -21,7 +21,7 @@ def attend(kind):
     from mmcv.ops import MultiScaleDeformableAttention
 
     from mmdevplug import init_device
-    from mmdevplug.model.prepare import place_model
+    from mmdevplug.model.place_model import place_model
 
     torch.manual_seed(0)
     layer = MultiScaleDeformableAttention(

@@ -36,7 +36,7 @@ def compare_with_the_host():
     from mmdevplug import init_device
     from mmdevplug.accelerators import get_accelerator
     from mmdevplug.model.frozen_bn import FrozenGradient
-    from mmdevplug.model.prepare import place_model
+    from mmdevplug.model.place_model import place_model
 
     context = init_device('none', 'xla')
     assert get_accelerator('xla').compilation.lazy

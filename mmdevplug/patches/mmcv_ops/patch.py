@@ -15,7 +15,6 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 import torch
 from torch import Tensor
 
-from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.errors import DeviceMismatchError, ModelError, first_line
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patching import OWN, Patch, patch_symbol
@@ -34,6 +33,9 @@ class OperatorPatch(MetaPathFinder):
     build that has some, such as a vendor's, each operator is called until it reports that it has
     none.
     """
+
+    #: The one of this process.
+    installed: 'Optional[OperatorPatch]' = None
 
     def __init__(self) -> None:
         #: How often each operator ran on the host.
@@ -81,7 +83,7 @@ class OperatorPatch(MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             loader.exec_module(module)
-            if PROCESS.mmcv_ops is self:
+            if OperatorPatch.installed is self:
                 self._replace(module)
 
         loader.exec_module = exec_module
@@ -205,18 +207,17 @@ def patch_mmcv_ops() -> None:
     Such an operator runs on the host, with its gradient. On the CPU tensors of half precision are
     computed in float32. A second call begins to count anew and changes nothing else.
     """
-    if PROCESS.mmcv_ops is not None:
-        PROCESS.mmcv_ops.remove()
-    PROCESS.mmcv_ops = OperatorPatch()
+    restore_mmcv_ops()
+    OperatorPatch.installed = OperatorPatch()
 
 
 def restore_mmcv_ops() -> None:
     """Restore mmcv's operators."""
-    if PROCESS.mmcv_ops is not None:
-        PROCESS.mmcv_ops.remove()
-        PROCESS.mmcv_ops = None
+    if OperatorPatch.installed is not None:
+        OperatorPatch.installed.remove()
+        OperatorPatch.installed = None
 
 
 def host_use() -> Dict[str, int]:
     """How often each operator ran on the host since mmcv's operators were patched."""
-    return {} if PROCESS.mmcv_ops is None else dict(PROCESS.mmcv_ops.calls)
+    return {} if OperatorPatch.installed is None else dict(OperatorPatch.installed.calls)

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.errors import DeviceMismatchError, ModelError
 from mmdevplug.patches.mmcv_ops import (
     host_call,
@@ -26,7 +25,7 @@ def mmcv_ops_patched():
     """Patch mmcv's operators for a while; yields the OperatorPatch."""
     patch_mmcv_ops()
     try:
-        yield PROCESS.mmcv_ops
+        yield OperatorPatch.installed
     finally:
         restore_mmcv_ops()
 
@@ -215,7 +214,7 @@ def outputs_are_those_that_change(accelerator):
         )
         return result
 
-    PROCESS.mmcv_ops = type('Watching', (OperatorPatch,), dict(call=watch))()
+    OperatorPatch.installed = type('Watching', (OperatorPatch,), dict(call=watch))()
     try:
         for name in CASES:
             run_case(name, 'cpu')

@@ -26,7 +26,7 @@ class HostTruth:
 
     def __init__(self, model: nn.Module, casts: bool) -> None:
         self._sent: Dict[int, Tuple[Any, Any, List[Tuple[int, int]]]] = {}
-        #: Of the model, when the preprocessor is on the host.
+        #: The device of the model, while the preprocessor is on the host.
         self._device: Optional[torch.device] = None
         preprocessor = getattr(model, 'data_preprocessor', None)
         if not isinstance(preprocessor, BaseDataPreprocessor):

@@ -13,7 +13,7 @@ OURS = (
     *('accelerator', 'checkpoint_classes', 'model_parallel', 'sharding'),
     *('find_unused_parameters', 'model_wrapper_cfg', 'runner_type', 'sync_bn'),
 )
-#: What MMEngine's runner and ours read of a config beside their arguments.
+#: Keys of a config that MMEngine's runner and ours read, and that are no arguments of theirs.
 READ_BESIDE = (
     *(*OURS, 'activation_checkpointing', 'compile', 'custom_imports'),
     *('efficient_conv_bn_eval', 'tta_model', 'tta_pipeline'),

@@ -5,7 +5,7 @@ from typing import List, Optional, Sequence
 from torch import nn
 
 from mmdevplug.errors import ModelError
-from mmdevplug.model_parallel.blocks import find_units, shared_names
+from mmdevplug.model_parallel.units import find_units, shared_names
 from mmdevplug.model_parallel.unsplittable import WholeModules
 from mmdevplug.model_parallel.walk_modules import all_modules
 

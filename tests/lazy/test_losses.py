@@ -10,8 +10,8 @@ from torch import nn
 
 from mmdevplug import init_device
 from mmdevplug.errors import ModelError
-from mmdevplug.model.host.losses import compute_losses_on_host
-from mmdevplug.model.prepare import place_model
+from mmdevplug.lazy.losses import compute_losses_on_host
+from mmdevplug.model.place_model import place_model
 from tests.ranks import run_ranks
 
 

@@ -10,7 +10,7 @@ from typing import Any, Tuple
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmdevplug.accelerators.context import current_accelerator
+from mmdevplug.accelerators import rank_context
 
 
 def make_queries_on_host(model: nn.Module, truth: Any) -> None:
@@ -50,7 +50,7 @@ def _padded_queries(generator: Any, kind: type, samples: Any) -> Tuple[Any, ...]
     mask = functional.pad(mask, (missing, 0, missing, 0), value=True)
     mask[:missing, :missing] = False  # a row that attends to nothing would be NaN
     queries = [labels.argmax(-1), labels.sum(-1, keepdim=True), boxes, mask]
-    labels, given, boxes, mask = current_accelerator().copies.to_device(
+    labels, given, boxes, mask = rank_context().accelerator.copies.to_device(
         queries, embedding.weight.device
     )
     return embedding(labels) * given, boxes, mask, dict(meta, num_padding_queries=missing)

@@ -9,9 +9,9 @@ from torch import nn
 
 from mmdevplug import init_device
 from mmdevplug.errors import ModelError
-from mmdevplug.model.host.losses import two_stage_detectors
-from mmdevplug.model.host.rois import split_stages
-from mmdevplug.model.prepare import place_model
+from mmdevplug.lazy.losses import two_stage_detectors
+from mmdevplug.lazy.rois import split_stages
+from mmdevplug.model.place_model import place_model
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(

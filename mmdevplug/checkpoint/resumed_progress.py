@@ -1,4 +1,4 @@
-"""Take up training where a checkpoint has left it: loops, random numbers, a due validation."""
+"""Continue training at the checkpoint: loops, random states, and a validation that was due."""
 
 from typing import Any, Callable, List, Mapping, Optional
 
@@ -18,7 +18,7 @@ from .participants import RandomStates, RankBuffers, keeps_state
 
 
 class Progress:
-    """Let a runner, whose participants have their states, train as if it had not stopped.
+    """Continue the training of a runner whose participants were restored.
 
     Args:
         runner (Runner): Before training begins.
@@ -31,12 +31,12 @@ class Progress:
         self, runner: AnyRunner, ranks: int, buffers: RankBuffers, random: RandomStates
     ) -> None:
         self.runner, self._random = runner, random
-        found = loader_of(runner.train_loop)
-        loader = found if isinstance(found, ResumableLoader) else None
-        at = None if loader is None else loader.resumed_at
+        given_loader = loader_of(runner.train_loop)
+        loader = given_loader if isinstance(given_loader, ResumableLoader) else None
+        resumed_at = None if loader is None else loader.resumed_at
         self._undo: List[Callable[[], Any]] = []
         #: Whether random states are restored before the next epoch begins.
-        self._between_epochs = at is None
+        self._between_epochs = resumed_at is None
         inexact = [getattr(loader, 'inexact', ''), buffers.inexact]
         if ranks != get_world_size():
             inexact.insert(
@@ -50,20 +50,21 @@ class Progress:
                 f'of {runner.iter % counts} iteration(s) were not saved'
             )
         self._endless: Any = getattr(loop, 'dataloader_iterator', None)
-        # Of what has no place and begins anew, MMEngine's loop drops the batches trained on.
+        # A loader without a saved position starts again, and MMEngine's loop then skips the
+        # batches that were trained on. Ours continues, so the loop gets placeholders to skip.
         if isinstance(loop, IterBasedTrainLoop) and (loader is None or loader.has_place):
             reading = getattr(self._endless, '_iterator', None)
             if hasattr(self._endless, 'skip_iter'):  # OneDL's
                 vars(self._endless)['skip_iter'] = lambda num_iters: None
             elif isinstance(reading, Reading) and _drops_batches(loop):
                 reading.placeholders = loop.iter
-        if loader is not None and at is not None:
+        if loader is not None and resumed_at is not None:
             loader.before_next = random.restore
-            if isinstance(loop, EpochBasedTrainLoop) and at:
+            if isinstance(loop, EpochBasedTrainLoop) and resumed_at:
                 # Hooks get the true index of each batch in the epoch that was interrupted.
                 run_iter, epoch = loop.run_iter, loop.epoch
                 loop.run_iter = lambda index, batch: run_iter(
-                    index + at if loop.epoch == epoch else index, batch
+                    index + resumed_at if loop.epoch == epoch else index, batch
                 )
         if any(inexact):
             log_warning(
@@ -84,7 +85,7 @@ class Progress:
             self._undo = [part.keep() for part in parts]
 
     def after_repeating(self) -> None:
-        """Restore what hooks have changed by what they had done before."""
+        """Restore the attributes that hooks changed when they were called a second time."""
         while self._undo:
             self._undo.pop()()
 

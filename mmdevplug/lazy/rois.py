@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mmdevplug.accelerators import devices_of
-from mmdevplug.accelerators.context import current_accelerator
+from mmdevplug.accelerators import devices_of, rank_context
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
@@ -56,7 +55,7 @@ def split_stages(model: nn.Module, losses: bool) -> None:
 
 
 class Steps:
-    """What the two stages of a detector share in a forward pass.
+    """State that the two stages of a detector share in a forward pass.
 
     Attributes:
         copies (HostCopies, optional): The features on the host; None outside of a step.
@@ -78,7 +77,7 @@ class Steps:
     @contextmanager
     def step(self, method: str) -> Iterator[None]:
         """Run a method of the detector with all between its networks on the host."""
-        self.active = current_accelerator().compilation.lazy and (
+        self.active = rank_context().accelerator.compilation.lazy and (
             method == 'loss' or is_prediction()
         )
         try:
@@ -89,7 +88,7 @@ class Steps:
     def fetch(self, nested: Any) -> Any:
         """Replace tensors on the device, all fetched in one call."""
         if self.copies is None:
-            self.copies = HostCopies(current_accelerator(), tensors_in(nested))
+            self.copies = HostCopies(rank_context().accelerator, tensors_in(nested))
         self.copies.fetch(tensors_in(nested))
         return replace_parts(nested, self.copies.of)
 
@@ -131,7 +130,7 @@ class Steps:
         sources = tensors
         anchors, self._anchors = self._anchors, []
         learned = [tensor for tensor in tensors if tensor.requires_grad]
-        # What was written in place has another `grad_fn`.
+        # A tensor that was written in place has another `grad_fn`.
         known = [self._extracted.get(id(t), (None, None))[1] is t.grad_fn for t in learned]
         if learned and all(known):
             gate = self._gate
@@ -148,7 +147,7 @@ class Steps:
         Otherwise the order of networks in backward would vary between steps, and each order would
         be a new graph to compile.
         """
-        copies = HostCopies(current_accelerator(), tensors_in(outputs))
+        copies = HostCopies(rank_context().accelerator, tensors_in(outputs))
         self._anchors += copies.anchors
         return copies
 
@@ -228,7 +227,7 @@ class ToDevice(torch.autograd.Function):
         if gate is not None:
             ctx.number = gate.number()
         filled = [_filled(source, rows) for source in sources]
-        sent = current_accelerator().copies.to_device(filled, device)
+        sent = rank_context().accelerator.copies.to_device(filled, device)
         ctx.mark_non_differentiable(
             *[copy for copy, tensor in zip(sent, tensors) if not tensor.requires_grad]
         )
@@ -252,7 +251,7 @@ class ToDevice(torch.autograd.Function):
 def _fetched(tensors: List[Tensor]) -> List[Tensor]:
     if not tensors:
         return []
-    accelerator = current_accelerator()
+    accelerator = rank_context().accelerator
     accelerator.compilation.materialize_all(devices_of(tensors), tensors)
     return accelerator.copies.to_host(tensors)
 

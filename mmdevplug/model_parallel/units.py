@@ -19,7 +19,7 @@ class Unit:
     name: str
     kind: str  # the class, 'Parameter' or 'Buffer'
     holds: bool  # whether it has parameters
-    owner: Optional[str] = None  # of a tensor: the module that holds it
+    owner: Optional[str] = None  # the module that holds it, if this is a single tensor
 
 
 @dataclass
@@ -138,7 +138,7 @@ def _fits(pattern: str, name: str) -> bool:
 
 
 def _ties(module: nn.Module) -> List[Tuple[str, ...]]:
-    """What ``_tied_weights_keys`` of transformers declares, where the config turns it on."""
+    """Names that ``_tied_weights_keys`` of transformers ties, if the config turns it on."""
     keys = class_or_own(module, '_tied_weights_keys')
     if not keys or not getattr(getattr(module, 'config', None), 'tie_word_embeddings', False):
         return []

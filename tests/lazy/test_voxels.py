@@ -6,8 +6,8 @@ from mmengine.model import BaseDataPreprocessor, BaseModel
 from torch import nn
 
 from mmdevplug import init_device
-from mmdevplug.model.host.losses import point_encoders
-from mmdevplug.model.prepare import place_model
+from mmdevplug.lazy.losses import point_encoders
+from mmdevplug.model.place_model import place_model
 from tests.ranks import run_ranks
 
 SIDE = 4

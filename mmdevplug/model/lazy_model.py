@@ -4,14 +4,12 @@ from typing import Any, Union
 
 from torch import Tensor, nn
 
-from mmdevplug.accelerators import Accelerator
-from mmdevplug.accelerators.context import current_accelerator
+from mmdevplug.accelerators import Accelerator, rank_context
+from mmdevplug.lazy.losses import HostLosses, compute_losses_on_host, point_encoders
+from mmdevplug.lazy.masks import combine_masks_on_host
+from mmdevplug.lazy.rois import ToDevice, split_stages
 from mmdevplug.patches.deformable_attention import patch_deformable_attention
 from mmdevplug.patches.mmseg import patch_accuracy
-
-from .losses import HostLosses, compute_losses_on_host, point_encoders
-from .masks import combine_masks_on_host
-from .rois import ToDevice, split_stages
 
 
 def prepare_for_lazy_device(
@@ -19,7 +17,8 @@ def prepare_for_lazy_device(
 ) -> None:
     """Patch what a bare model calls; if it is ``on_one`` device, also leave parts to the host.
 
-    ``host_losses`` says which losses these are, see :func:`.losses.compute_losses_on_host`.
+    ``host_losses`` says which losses these are, see
+    :func:`mmdevplug.lazy.losses.compute_losses_on_host`.
     """
     patch_accuracy(model)
     patch_deformable_attention(accelerator.device_type)
@@ -57,5 +56,5 @@ class _Scatter:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         image = type(self.scatter).forward(self.scatter, *args, **kwargs)
-        device = current_accelerator().current_device()
+        device = rank_context().accelerator.current_device()
         return ToDevice.apply(None, [image], 0, device, 0, image)[0]

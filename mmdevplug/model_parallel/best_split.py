@@ -5,9 +5,9 @@ from typing import Any, List, Mapping, NoReturn, Optional, Sequence, Tuple
 from mmdevplug.errors import PlacementError
 from mmdevplug.utils.byte_sizes import format_bytes
 
-from .blocks import Group
 from .parse_devices import device_weights
 from .partition import Partition
+from .units import Group
 
 
 def fit(

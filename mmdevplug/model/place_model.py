@@ -13,7 +13,7 @@ from mmdevplug.accelerators import DeviceContext
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.patches.torch_load import safe_loading
-from mmdevplug.registry import class_of, ours_for
+from mmdevplug.registry import class_of, with_ours
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.torch_compat import CHECKPOINTS_ANY_GENERATOR
 
@@ -36,7 +36,7 @@ def place_model(
     :data:`.norm_layers.SYNC_BN`, and in a single process no layer is synchronized; a model that
     has nothing to train can be tested, and needs no wrapper; ``spread`` puts
     the model on several devices; ``host_losses`` says which losses a lazy device leaves to the
-    host, see :func:`.host.losses.compute_losses_on_host`, for models on one device.
+    host, see :func:`mmdevplug.lazy.losses.compute_losses_on_host`, for models on one device.
     """
     check_sync_bn(sync_bn)
     accelerator, device = context.accelerator, context.device
@@ -45,7 +45,7 @@ def place_model(
 
         patch_module_device()
     if accelerator.compilation.lazy:
-        from .host.prepare import prepare_for_lazy_device
+        from .lazy_model import prepare_for_lazy_device
 
         prepare_for_lazy_device(model, accelerator, host_losses, spread is None)
         _warn_of_checkpointed_dropout(model)
@@ -57,8 +57,9 @@ def place_model(
         if context.backend is not None:
             broadcast_tensors([*model.parameters(), *model.buffers()], accelerator)
         if accelerator.compilation.lazy:
+            from mmdevplug.lazy.predictions import materialize_predictions
+
             from .frozen_bn import give_frozen_gradients
-            from .host.predictions import materialize_predictions
 
             give_frozen_gradients(model)
             materialize_predictions(model, accelerator, context.devices)
@@ -137,8 +138,7 @@ def wrapper_config(
     # `broadcast_buffers` as MMEngine's runner has it.
     default = dict(broadcast_buffers=False, find_unused_parameters=find_unused_parameters)
     cfg = dict(default if model_wrapper_cfg is None else model_wrapper_cfg)
-    kind = class_of(MODEL_WRAPPERS, cfg.get('type', MMDistributedDataParallel), cfg.get('_scope_'))
-    return cfg if kind is None else dict(cfg, type=ours_for(kind))
+    return with_ours(MODEL_WRAPPERS, cfg, MMDistributedDataParallel)
 
 
 def initialize_weights(model: Any, context: DeviceContext, place: str = 'auto') -> None:
@@ -152,8 +152,8 @@ def initialize_weights(model: Any, context: DeviceContext, place: str = 'auto') 
     if place != 'auto':
         on_device = place == 'device'
     with nullcontext() if on_device else weights_on_host(model, context.accelerator):
-        # What `init_cfg` names is loaded by MMEngine, see `patch_mmengine`; this is for a model's
-        # own `init_weights`.
+        # Files of `init_cfg` are loaded safely by MMEngine's patched functions; this is for a
+        # model's own `init_weights`.
         with safe_loading('named in init_cfg', forced=False):
             model.init_weights()
     if context.backend is not None:

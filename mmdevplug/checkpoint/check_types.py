@@ -10,7 +10,7 @@ from mmdevplug.utils.state_types import Maybe
 
 from .refusals import refuse_other_types
 
-#: What ``meta`` and ``message_hub`` hold of what resuming reads.
+#: Keys of ``meta`` and ``message_hub`` that resuming reads, and their types.
 _META = dict(
     **dict(epoch=0, iter=0, seed=Maybe(0), cfg='', experiment_name='', dataset_meta={}, job=''),
     **dict(counts_epochs=False, kinds={}),
@@ -39,7 +39,7 @@ def check_types(runner: AnyRunner, checkpoint: Mapping[str, Any], filename: str)
         expected['param_schedulers'] = _states(schedulers)
     given = {name: checkpoint[name] for name in expected if name in checkpoint}
     if isinstance(given.get('message_hub'), MessageHub):
-        del given['message_hub']  # of MMEngine's first releases
+        del given['message_hub']  # MMEngine's first releases saved it in another form
     refuse_other_types(given, expected, filename)
     hub, kinds = given.get('message_hub', {}), given.get('meta', {}).get('kinds', {})
     known = dict(

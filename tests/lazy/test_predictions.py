@@ -5,7 +5,7 @@ import copy
 import pytest
 from torch import nn
 
-from mmdevplug.model.host.predictions import FinishedOnHost, finish_on_host
+from mmdevplug.lazy.predictions import FinishedOnHost, finish_on_host
 
 
 class Head(nn.Module):

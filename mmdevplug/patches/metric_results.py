@@ -8,7 +8,7 @@ from typing import Any, Callable, Optional
 from mmengine.dist import dist as dist_functions, get_world_size
 from torch import distributed as torch_dist
 
-from mmdevplug.distributed.results import gather_results
+from mmdevplug.distributed.gather_results import gather_results
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.fault_tolerance.failure import current_watch
 from mmdevplug.utils.annotations import AnyGroup

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from mmdevplug.accelerators.context import current_accelerator
+from mmdevplug.accelerators import rank_context
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .copies import HostCopies
@@ -59,6 +59,6 @@ class _Masks:
             return output
         # Gradients of earlier copies wait for those of later ones: a varying order of additions
         # would be a new graph each time.
-        copies = HostCopies(current_accelerator(), tensors_in(output), self.losses.anchors)
+        copies = HostCopies(rank_context().accelerator, tensors_in(output), self.losses.anchors)
         self.losses.anchors = copies.anchors or self.losses.anchors
         return replace_parts(output, copies.of)

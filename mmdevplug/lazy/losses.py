@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from mmdevplug.accelerators.context import current_accelerator
+from mmdevplug.accelerators import rank_context
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.utils.pytree import replace_parts, tensors_in
@@ -105,7 +105,7 @@ def two_stage_detectors(model: nn.Module) -> List[Any]:
 
 
 def point_encoders(model: nn.Module) -> Optional[Tuple[nn.Module, nn.Module]]:
-    """What makes images of points in a model of mmdet3d: an encoder of voxels, and a scatter.
+    """Find the voxel encoder and the scatter with which a model of mmdet3d makes images of points.
 
     Both take the coordinates of voxels, ``coors``, and a scatter takes ``batch_size``, too. None
     for other models, for those whose scatter has parameters or whose encoder sees images, and for
@@ -140,7 +140,7 @@ def _on_one_device(parse: Callable) -> Callable:
     def parse_losses(losses: Any) -> Any:
         there = [t for t in tensors_in(losses) if t.device.type != 'cpu']
         if there and len(there) < len(tensors_in(losses)):
-            copies = HostCopies(current_accelerator(), there)
+            copies = HostCopies(rank_context().accelerator, there)
             losses = replace_parts(losses, copies.of)
         return parse(losses)
 
@@ -153,7 +153,7 @@ def refusing_mixed_devices(module: nn.Module, method: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        kind, text = current_accelerator().device_type, str(error).lower()
+        kind, text = rank_context().accelerator.device_type, str(error).lower()
         if isinstance(error, DevPlugError) or kind not in text or 'tensor' not in text:
             raise
         raise refusal(module, method, first_line(error)) from error
@@ -198,7 +198,7 @@ class HostLosses:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compute = getattr(type(self.head), self.method)
-        accelerator = current_accelerator()
+        accelerator = rank_context().accelerator
         if not accelerator.compilation.lazy:
             return compute(self.head, *args, **kwargs)
         there = tensors_in((args, kwargs))

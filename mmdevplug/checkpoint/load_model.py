@@ -13,15 +13,43 @@ from torch.optim import Optimizer
 from mmdevplug.config.fields import shortened
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.patches.load_weights import load_state_dict
+from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.model import unwrap_model
 
-from .reading import newest_files, read_checkpoint
+from .reading import newest_files, read_checkpoint, read_for_model
 from .refusals import refusal
 
 #: Arguments that releases of PyTorch have added, and how the step is computed.
 _OPTIONAL = {'capturable', 'decoupled_weight_decay', 'differentiable', 'foreach', 'fused'}
 _OPTIONAL |= {'maximize'}
+
+
+def load_checkpoint(
+    runner: AnyRunner,
+    filename: str,
+    map_location: Any,
+    strict: bool,
+    revise_keys: Sequence[Tuple[str, str]],
+) -> Dict[str, Any]:
+    """Load a checkpoint into the model of a DeviceRunner without running code from it.
+
+    Returns the checkpoint; arguments are those of :meth:`mmengine.runner.Runner.load_checkpoint`.
+    """
+    model, resume = unwrap_model(runner.model), runner.resume_state
+    trust_classes(runner.cfg.get('checkpoint_classes') or ())  # another runner had its own
+    checkpoint = read_for_model(filename, map_location, not runner.placement.whole, model)
+    resume.check(runner, checkpoint, filename)
+    # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
+    runner.device_context.materialize()
+    # From here on as MMEngine's method.
+    with runner.placement.loading():
+        runner.call_hook('after_load_checkpoint', checkpoint=checkpoint)
+        load_model(model, checkpoint, filename, strict, revise_keys, bool(resume.file))
+    resume.compare(checkpoint, filename)
+    runner.device_context.materialize()
+    return checkpoint
 
 
 def load_model(

@@ -6,7 +6,6 @@ import re
 import traceback
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Iterable, Iterator, Optional
 
@@ -14,12 +13,14 @@ from mmengine import registry
 from mmengine.config import Config, DictAction, config as config_module
 from mmengine.config.utils import MODULE2PACKAGE
 
-from mmdevplug.config.accelerator import AcceleratorOptions, to_dict
-from mmdevplug.config.base_config import base_config
-from mmdevplug.config.fields import did_you_mean
-from mmdevplug.config.prepare import READ_BESIDE
-from mmdevplug.errors import CheckpointError, DevPlugError, chain, first_line
+from mmdevplug.errors import DevPlugError, chain, first_line
+from mmdevplug.utils.broken_imports import explain_import, folder_of
 from mmdevplug.utils.patching import OWN, patch_symbol
+
+from .accelerator import AcceleratorOptions, to_dict
+from .base_config import base_config
+from .fields import did_you_mean
+from .runner_config import READ_BESIDE
 
 _MODULES = dict(zip(MODULE2PACKAGE.values(), MODULE2PACKAGE))
 
@@ -39,8 +40,6 @@ def load_file(path: str, import_modules: bool = True) -> Config:
             _register_modules(cfg.default_scope)
         return cfg
     except Exception as error:
-        from mmdevplug.checks.versions import explain_import
-
         # A config runs code, which may fail in any way.
         if isinstance(error, DevPlugError) or explain_import(error):
             raise
@@ -74,7 +73,7 @@ def _register_modules(scope: str) -> None:
         return
     register = getattr(_import_if_there(f'{scope}.utils'), 'register_all_modules', None)
     if register is not None:
-        # In place of its default, True: without changing the default scope, which the runner does.
+        # False instead of its default: the runner sets the default scope itself.
         register(*[False for _ in inspect.signature(register).parameters][:1])
 
 
@@ -89,8 +88,6 @@ def _import_if_there(name: str) -> Optional[ModuleType]:
 
 def _folder(package: str) -> Optional[str]:
     """The folder of a package, by the name of its distribution or its module."""
-    from mmdevplug.checks.versions import folder_of
-
     return folder_of(_MODULES.get(package, package))
 
 
@@ -122,7 +119,7 @@ def overlay_accelerator(cfg: Config, name: str) -> None:
 
 def find_unread(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
     """Say which options no runner reads: MMEngine takes any, also misspelt ones."""
-    runner = import_module('mmengine.runner').Runner  # which a start that trains needs in any case
+    runner = import_module('mmengine.runner').Runner  # imported here: training imports it anyway
     read = {*inspect.signature(runner.__init__).parameters, *READ_BESIDE}
     for key in keys:
         name = key.partition('.')[0]
@@ -133,20 +130,6 @@ def find_unread(cfg: Config, keys: Iterable[str]) -> Iterator[str]:
         yield (
             f'--cfg-options {key}: no runner reads {name!r}. It is new, or a variable whose value '
             f'the config file has used already{meant}'
-        )
-
-
-def check_checkpoint(path: str, origin: str) -> None:
-    """Refuse a path without a file; addresses are left to MMEngine's file backends."""
-    if re.match(r'\w+://', path) is not None:
-        return
-    if not Path(path).expanduser().is_file():
-        found = 'is a directory' if Path(path).expanduser().is_dir() else 'can not be found'
-        newest = '; --resume without one takes the newest of the work directory'
-        newest = newest if origin == '--resume' else ''
-        raise CheckpointError(
-            f'{origin} {path!r} {found}: expected the path of a checkpoint, or an '
-            f'address such as https://... Correct the path{newest}.'
         )
 
 

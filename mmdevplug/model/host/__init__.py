@@ -1,1 +1,0 @@
-"""What a lazy device leaves to the host: losses, RoIs, masks and predictions of detectors."""
