@@ -69,9 +69,8 @@ class Environment:
         return done
 
 
-def build_wheel(folder):
-    """A wheel of this checkout, without its environments and build folders."""
-    source = folder / 'source'
+def copy_checkout(source):
+    """Copy this checkout, without its environments and build folders."""
     names = subprocess.run(
         ['git', 'ls-files', '-co', '--exclude-standard'],
         cwd=ROOT,
@@ -83,6 +82,12 @@ def build_wheel(folder):
         if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    return source
+
+
+def build_wheel(folder):
+    """A wheel of this checkout."""
+    source = copy_checkout(folder / 'source')
     command = [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '--no-build-isolation']
     subprocess.run([*command, '-w', folder / 'wheels', source], check=True)
     return folder / 'wheels'
