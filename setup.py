@@ -92,9 +92,9 @@ class BuildWithMim(build_py):
         for name in FOR_MIM:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(
-                    source, target / name, ignore=shutil.ignore_patterns('__pycache__', '*.pyc')
-                )
+                # Without what developers use in a checkout.
+                left_out = shutil.ignore_patterns('__pycache__', '*.pyc', 'compat*')
+                shutil.copytree(source, target / name, ignore=left_out)
             elif source.is_file():
                 shutil.copy2(source, target / name)
 

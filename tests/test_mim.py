@@ -70,14 +70,11 @@ class Environment:
 
 
 def copy_checkout(source):
-    """Copy this checkout, without its environments and build folders."""
-    names = subprocess.run(
-        ['git', 'ls-files', '-co', '--exclude-standard'],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    """Copy this checkout, or the sdist that it is, without environments and build folders."""
+    command = ['git', 'ls-files', '-co', '--exclude-standard']
+    if (ROOT / 'PKG-INFO').exists():
+        command = ['cat', next(ROOT.glob('*.egg-info')) / 'SOURCES.txt']
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in names.stdout.splitlines():
         if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
