@@ -1,5 +1,6 @@
 """Packaging, in OpenMMLab's manner: the configs and the tools travel inside the package."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any, Dict
@@ -78,6 +79,14 @@ def read_version() -> str:
     return found['__version__']
 
 
+def read_description() -> str:
+    """Read the README without links and pictures that lead to files of a checkout."""
+    text = (ROOT / 'README.md').read_text(encoding='utf-8')
+    text = re.sub(r'!\[[^]]*\]\((?!https?:)[^)]*\)\n*', '', text)
+    # A badge is a picture inside a link.
+    return re.sub(r'\[((?:!\[[^]]*\]\([^)]*\)|[^][])+)\]\((?!https?:|#)[^)]*\)', r'\1', text)
+
+
 class BuildWithMim(build_py):
     """Copies what `mim` wants into ``mmdevplug/.mim`` of the build."""
 
@@ -104,7 +113,7 @@ if __name__ == '__main__':
         name='mmdevplug',
         version=read_version(),
         description='Train any OpenMMLab model on any PyTorch accelerator',
-        long_description=(ROOT / 'README.md').read_text(encoding='utf-8'),
+        long_description=read_description(),
         long_description_content_type='text/markdown',
         author='The mmdevplug contributors',
         keywords='OpenMMLab, MMEngine, PyTorch, accelerator, distributed training, XLA, GCU',

@@ -56,6 +56,14 @@ def test_an_sdist_has_what_the_checkout_has(sdist):
     assert missing == {'.gitignore'} & files
 
 
+def test_the_description_of_a_release_has_no_dead_links(sdist):
+    text = (sdist[0] / 'PKG-INFO').read_text(encoding='utf-8').partition('\n\n')[2]
+    assert text.startswith('# mmdevplug')
+    links = re.findall(r'\]\(([^)]*)\)', text)
+    assert len(links) > 3
+    assert [link for link in links if not link.startswith('https://')] == []
+
+
 @pytest.mark.long
 def test_the_tests_of_an_sdist_run(sdist):
     tests = ['tests/config/test_model_parallel.py', 'tests/test_conventions.py']
