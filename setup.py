@@ -34,6 +34,8 @@ EXTRAS_REQUIRE = {
     'placement': ['accelerate>=1.0', 'safetensors'],
     'xla': ['torch==2.9.0', 'torch_xla==2.9.0', 'torchvision==0.24.0'],
     'examples': ['scikit-learn'],
+    # What `mmdevplug --print-completion` makes its script with.
+    'completion': ['shtab'],
     # configs/llama_lora. An older peft runs on Python 3.8, and pip would replace a vendor's torch
     # 1.10 for it; this one is refused there.
     'llama': ['accelerate>=1.0', 'transformers', 'peft>=0.17'],
@@ -49,6 +51,7 @@ EXTRAS_REQUIRE = {
         'vermin',
         'pre-commit',
         'pre-commit-hooks',
+        'shtab',
         'ninja',
         'torchdata>=0.11; python_version >= "3.9"',
         # What MMEngine's own tests need.

@@ -29,6 +29,9 @@ TEXTS: Dict[str, Dict[str, Any]] = dict(
 `mmdevplug COMMAND --help` prints what stands here. `python -m mmdevplug` does the same as
 `mmdevplug`, and `tools/train.py` and `tools/test.py` take the arguments of `train` and `test`.
 `mmdevplug --version` prints the releases of mmdevplug, MMEngine and PyTorch.
+`mmdevplug --print-completion bash` prints a script with which bash completes commands and
+options; zsh and tcsh are known, too. It needs `pip install '.[completion]'`. Save it where your
+shell looks for such scripts, for bash in `~/.local/share/bash-completion/completions/mmdevplug`.
 
 The exit status is 0 if all went well, 1 after an error, 2 if an argument is wrong, and 128 + the
 number of a signal that ended the job, for example 143 for SIGTERM.""",
@@ -44,7 +47,10 @@ number of a signal that ended the job, for example 143 for SIGTERM.""",
         intro="""\
 `mmdevplug COMMAND --help` 打印的就是本页的内容。`python -m mmdevplug` 与 `mmdevplug` 相同；
 `tools/train.py` 和 `tools/test.py` 接受 `train` 和 `test` 的参数。`mmdevplug --version` 打印
-mmdevplug、MMEngine 和 PyTorch 的版本。
+mmdevplug、MMEngine 和 PyTorch 的版本。`mmdevplug --print-completion bash` 打印 bash
+用来补全命令和选项的脚本，也支持 zsh 和 tcsh。它需要 `pip install '.[completion]'`。
+请把脚本保存到 shell 寻找它的位置，对 bash 是
+`~/.local/share/bash-completion/completions/mmdevplug`。
 
 一切正常时退出状态为 0，出错时为 1，参数有误时为 2；被信号结束时为 128 加信号编号，例如
 SIGTERM 为 143。""",
