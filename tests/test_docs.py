@@ -223,7 +223,7 @@ def commands(page):
 
 #: Programs that are not ours.
 FROM_ELSEWHERE = (
-    *('pip', 'mim', 'docker', 'python', 'python3', 'pytest'),
+    *('pip', 'mim', 'docker', 'python', 'python3', 'pytest', 'tensorboard'),
     *('git', 'export', 'source', 'cd'),
 )
 ALL_COMMANDS = [
