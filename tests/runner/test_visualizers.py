@@ -44,6 +44,7 @@ def steps(folder):
     return board
 
 
+@pytest.mark.long
 def test_rank_0_writes_and_a_resumed_run_goes_on(tmp_path):
     pytest.importorskip('tensorboard')
     (tmp_path / 'config.py').write_text(CONFIG)
