@@ -59,9 +59,7 @@ def launch(module: str, argv: List[str], args: argparse.Namespace) -> None:
         starting.check_room(int(settings.nproc or 1), say)
     with tempfile.TemporaryDirectory(prefix='mmdevplug-') as folder:
         if counted:
-            settings = replace(
-                settings, nproc=_in_a_process(method, _count_for_job, settings.nproc, args)
-            )
+            settings = replace(settings, nproc=_count(settings.nproc, method, args))
         words = [*starting.without_options(argv, LAUNCH_FLAGS), '--launcher', 'pytorch']
         if settings.elastic and 'resume' in args:
             words += _resume_always(args)
@@ -258,6 +256,10 @@ def _in_a_process(method: str, function: Callable, *arguments: Any) -> Any:
     """Call in a process of its own: looking at some devices takes hold of them."""
     with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
         return pool.submit(function, *arguments).result()
+
+
+def _count(word: Any, method: str, args: argparse.Namespace) -> Any:
+    return _in_a_process(method, _count_for_job, word, args)
 
 
 def _choose_for_job(args: argparse.Namespace) -> str:
