@@ -45,11 +45,6 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 test: WORKERS := 4
 
-# For read_base(), MMEngine looks for configs where packages are installed, and an editable install
-# leaves none there.
-SITE := import sysconfig; print(sysconfig.get_paths()["purelib"])
-link = ln -sfn "$(CURDIR)/mmdevplug" "$$($(1)/python -c '$(SITE)')/mmdevplug"
-
 .DEFAULT_GOAL := help
 # Tests that share a file share a process, and what they start.
 PYTEST_T20 = -m pytest -n $(WORKERS) --dist loadfile
@@ -66,7 +61,7 @@ ON_CARD := FAKECARD_NAME=zeta FAKECARD_COUNT=1 PYTHONPATH=.:tests/standins/fakec
 # TorchTPU warns of every name in torch.tpu that may change.
 ON_TPU := TPU_ON_CPU=1 PYTHONWARNINGS="ignore:<TorchTpu/"
 
-.PHONY: help install install-xla install-t20 install-tpu standins demo test test-numbers test-operators test-onedl test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
+.PHONY: help install install-xla install-t20 install-tpu standins demo dist test test-numbers test-operators test-onedl test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
@@ -80,13 +75,13 @@ $(STAMP_DEMO): setup.py
 	@$(PIP) install --quiet --upgrade pip "setuptools<81" wheel
 	@$(PIP) install --quiet torch==2.13.0
 	@$(PIP) install --quiet --no-build-isolation -e ".[mmengine,examples]" torch==2.13.0
-	@$(call link,$(BIN))
+	@$(BIN)/python .ci/link_configs.py
 	@touch $@
 
 $(STAMP): $(STAMP_DEMO)
 	$(PIP) install "$(MMCV)"
 	$(PIP) install --no-build-isolation -e ".[mmengine,examples,llama,loops,dev]" torch==2.13.0
-	$(call link,$(BIN))
+	$(BIN)/python .ci/link_configs.py
 	touch $@
 
 install-xla: $(STAMP_XLA)  ## Make $(VENV_XLA), with torch_xla 2.9
@@ -98,7 +93,7 @@ $(STAMP_XLA): setup.py
 	$(PIP_XLA) install torch==2.9.0 torch_xla==2.9.0 torchvision==0.24.0
 	$(PIP_XLA) install "$(MMCV_XLA)"
 	$(PIP_XLA) install --no-build-isolation -e ".[mmengine,examples,llama,dev,dev-xla]"
-	$(call link,$(BIN_XLA))
+	$(BIN_XLA)/python .ci/link_configs.py
 	touch $@
 
 install-t20: $(STAMP_T20)  ## Make $(VENV_T20), with torch 1.10 on Python 3.8
@@ -116,7 +111,7 @@ endif
 	$(PIP_T20) install torch==1.10.0 "numpy<1.24" "protobuf<4"
 	$(PIP_T20) install "$(MMCV_T20)" "numpy<1.24"
 	$(PIP_T20) install --no-build-isolation -e ".[mmengine,examples,placement,dev]" transformers==4.36.2 torch==1.10.0 "numpy<1.24" "protobuf<4"
-	$(call link,$(BIN_T20))
+	$(BIN_T20)/python .ci/link_configs.py
 	touch $@
 
 install-tpu: $(STAMP_TPU)  ## Make $(VENV_TPU), with torch 2.13 and TorchTPU on the CPU
@@ -131,12 +126,19 @@ $(STAMP_TPU): setup.py $(wildcard tests/standins/tpu_on_cpu/*.py tests/standins/
 	$(PIP_TPU) install --no-deps lammps-jax-pjrt-cpu==0.11.2
 	$(PIP_TPU) install --no-build-isolation --force-reinstall --no-deps tests/standins/tpu_on_cpu
 	$(PIP_TPU) install torch_tpu==0.2.0 torch==2.13.0
-	$(call link,$(BIN_TPU))
+	$(BIN_TPU)/python .ci/link_configs.py
 	touch $@
 
 demo: $(STAMP_DEMO)  ## Train a digits classifier in 2 processes, test it and draw a report
 	$(BIN)/mmdevplug train configs/digits/digits_cpu.py --nproc 2 --work-dir $(TRAIN_DIR)
 	$(BIN)/python demo/digits_report.py $(TRAIN_DIR)
+
+# The wheel is made from the sdist, which has to be complete for it.
+dist: install  ## Build dist/, an sdist and a wheel, and check them
+	$(PIP) install --quiet build twine
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 coverage: export MMDEVPLUG_COVERAGE := $(CURDIR)/pyproject.toml
 coverage: export COVERAGE_FILE := $(CURDIR)/.coverage

@@ -1,5 +1,6 @@
 """Packaging, in OpenMMLab's manner: the configs and the tools travel inside the package."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any, Dict
@@ -33,6 +34,8 @@ EXTRAS_REQUIRE = {
     'placement': ['accelerate>=1.0', 'safetensors'],
     'xla': ['torch==2.9.0', 'torch_xla==2.9.0', 'torchvision==0.24.0'],
     'examples': ['scikit-learn'],
+    # What `mmdevplug --print-completion` makes its script with.
+    'completion': ['shtab'],
     # configs/llama_lora. An older peft runs on Python 3.8, and pip would replace a vendor's torch
     # 1.10 for it; this one is refused there.
     'llama': ['accelerate>=1.0', 'transformers', 'peft>=0.17'],
@@ -48,6 +51,7 @@ EXTRAS_REQUIRE = {
         'vermin',
         'pre-commit',
         'pre-commit-hooks',
+        'shtab',
         'ninja',
         'torchdata>=0.11; python_version >= "3.9"',
         # What MMEngine's own tests need.
@@ -78,6 +82,14 @@ def read_version() -> str:
     return found['__version__']
 
 
+def read_description() -> str:
+    """Read the README without links and pictures that lead to files of a checkout."""
+    text = (ROOT / 'README.md').read_text(encoding='utf-8')
+    text = re.sub(r'!\[[^]]*\]\((?!https?:)[^)]*\)\n*', '', text)
+    # A badge is a picture inside a link.
+    return re.sub(r'\[((?:!\[[^]]*\]\([^)]*\)|[^][])+)\]\((?!https?:|#)[^)]*\)', r'\1', text)
+
+
 class BuildWithMim(build_py):
     """Copies what `mim` wants into ``mmdevplug/.mim`` of the build."""
 
@@ -92,9 +104,9 @@ class BuildWithMim(build_py):
         for name in FOR_MIM:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(
-                    source, target / name, ignore=shutil.ignore_patterns('__pycache__', '*.pyc')
-                )
+                # Without what developers use in a checkout.
+                left_out = shutil.ignore_patterns('__pycache__', '*.pyc', 'compat*')
+                shutil.copytree(source, target / name, ignore=left_out)
             elif source.is_file():
                 shutil.copy2(source, target / name)
 
@@ -104,7 +116,7 @@ if __name__ == '__main__':
         name='mmdevplug',
         version=read_version(),
         description='Train any OpenMMLab model on any PyTorch accelerator',
-        long_description=(ROOT / 'README.md').read_text(encoding='utf-8'),
+        long_description=read_description(),
         long_description_content_type='text/markdown',
         author='The mmdevplug contributors',
         keywords='OpenMMLab, MMEngine, PyTorch, accelerator, distributed training, XLA, GCU',

@@ -31,6 +31,10 @@ Read this page to look up an argument; `mmdevplug COMMAND --help` prints the sam
 of `train` and `test`. `mmdevplug --version` prints the releases of mmdevplug, MMEngine and
 PyTorch.
 
+`mmdevplug --print-completion bash` prints a script with which bash completes commands and
+options; zsh and tcsh work, too. It needs `pip install '.[completion]'`. Save it where your shell
+looks for such scripts, for bash `~/.local/share/bash-completion/completions/mmdevplug`.
+
 The exit status is 0 after success, 1 after an error, and 2 after a wrong argument. A signal
 makes it 128 + its number, for example 143 after SIGTERM.""",
         shared='These arguments are the same as in `train`: {}.',
@@ -48,6 +52,10 @@ makes it 128 + its number, for example 143 after SIGTERM.""",
 查找参数时请阅读本页；`mmdevplug COMMAND --help` 打印同样的内容。`python -m mmdevplug`
 与 `mmdevplug` 相同。`tools/train.py` 和 `tools/test.py` 接受 `train` 和 `test` 的参数。
 `mmdevplug --version` 打印 mmdevplug、MMEngine 和 PyTorch 的版本。
+
+`mmdevplug --print-completion bash` 打印 bash 用来补全命令和选项的脚本，也支持 zsh 和 tcsh。
+它需要 `pip install '.[completion]'`。请把脚本保存到 shell 寻找它的位置，对 bash 是
+`~/.local/share/bash-completion/completions/mmdevplug`。
 
 一切正常时退出状态为 0，出错时为 1，参数有误时为 2；被信号结束时为 128 加信号编号，例如 SIGTERM 为
 143。""",

@@ -1,6 +1,7 @@
 """Base configs over configs of other packages, in both styles; what the runner adds to them."""
 
 import copy
+import filecmp
 import os
 import shutil
 
@@ -112,7 +113,8 @@ print(RUNNERS.get(cfg.runner_type).__module__)
 def test_base_config_is_an_absolute_path_to_a_file():
     path = mmdevplug.base_config()
     assert os.path.isabs(path)
-    assert os.path.samefile(path, ACCELERATORS / 'auto.py')
+    # In an sdist the two are copies.
+    assert filecmp.cmp(path, ACCELERATORS / 'auto.py', shallow=False)
 
 
 @pytest.mark.parametrize('name', ['nope', '', 'CPU ', 'cpu.py', '__init__'])

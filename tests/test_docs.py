@@ -223,7 +223,7 @@ def commands(page):
 
 #: Programs that are not ours.
 FROM_ELSEWHERE = (
-    *('pip', 'mim', 'docker', 'python', 'python3', 'pytest'),
+    *('pip', 'mim', 'docker', 'python', 'python3', 'pytest', 'tensorboard'),
     *('git', 'export', 'source', 'cd'),
 )
 ALL_COMMANDS = [
@@ -294,13 +294,13 @@ REPLACES_TORCH = re.compile(r'\[[^]]*\b(?:xla|placement|llama)\b|\btorch==(?!\$)
 
 
 @over(PAGES)
-def test_no_command_replaces_a_torch_or_writes_into_the_checkout(page):
+def test_no_command_replaces_a_torch_or_the_environment_of_make(page):
     for language, text in blocks(page):
         if language != 'bash':
             continue
         own = False  # whether the block has made an environment
         for line in text.splitlines():
-            assert '-m venv .venv' not in line, 'the link of `make install` leads to the checkout'
+            assert '-m venv .venv' not in line, '`make install` has its own there'
             own |= '-m venv ../' in line
             if line.startswith('pip install') and REPLACES_TORCH.search(line):
                 assert own or 'torch==$(python -c' in line, line

@@ -7,12 +7,14 @@ What it does with real ones of these names it decides from the same metadata.
 import os
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
+from pathlib import Path
 
 import pytest
 
-from tests.test_mim import build_wheel
+from tests.test_mim import build_wheel, copy_checkout
 
 #: The version of each distribution, the module that it installs, and what it requires.
 STOCK = {
@@ -83,6 +85,12 @@ class Environment:
 
     def code(self, text):
         return self.run(self.python, '-c', text)
+
+    def read(self):
+        """Read configs of the package; the folder that they come from."""
+        done = self.code(READ)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     def install(self, *packages):
         self.pip('install', '--no-index', '--find-links', self.wheels, '--no-compile', *packages)
@@ -158,3 +166,73 @@ def test_another_module_that_mmengine_lacks_is_named(environment, tmp_path):
     assert done.stderr.strip().splitlines()[-1] == (
         "ModuleNotFoundError: No module named 'addict_is_missing'"
     )
+
+
+# an editable install -------------------------------------------------------------------------
+
+#: Reads configs of the package as MMEngine and as we find them.
+READ = """
+from pathlib import Path
+from mmengine.config import Config
+Path('new.py').write_text(
+    'from mmengine.config import read_base\\n'
+    'with read_base():\\n'
+    '    from mmdevplug.configs._base_.accelerators.gcu import *\\n'
+)
+assert Config.fromfile('new.py').accelerator.type == 'gcu'
+Path('old.py').write_text("_base_ = __import__('mmdevplug').base_config('cpu')")
+assert Config.fromfile('old.py').accelerator.type == 'cpu'
+from mmengine.utils import get_installed_path
+print(Path(get_installed_path('mmdevplug')).resolve())
+"""
+
+
+def snapshot(folder):
+    """The files of a folder, and when each was written."""
+    return {path: path.lstat().st_mtime_ns for path in folder.rglob('*') if not path.is_dir()}
+
+
+@pytest.fixture
+def editable(environment, tmp_path):
+    """An environment as `make install` leaves it, and the checkout that it leads to."""
+    source = copy_checkout(tmp_path / 'checkout')
+    build = 'import sys; from setuptools import build_meta as b; b.build_editable(sys.argv[1])'
+    command = [sys.executable, '-c', build, tmp_path]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=100)
+    (site,) = (tmp_path / 'env').glob('lib/python*/site-packages')
+    shared = tmp_path / 'shared'
+    shared.mkdir()
+    for entry in Path(sysconfig.get_paths()['purelib']).iterdir():
+        if 'mmdevplug' not in entry.name:
+            (shared / entry.name).symlink_to(entry)
+    (site / 'shared.pth').write_text(f'{shared}\n')
+    environment.pip('install', '--no-deps', *tmp_path.glob('mmdevplug-*.whl'))
+    link = [environment.python, source / '.ci' / 'link_configs.py']
+    for _ in range(2):  # also where it has been made
+        done = environment.run(*link)
+        assert done.returncode == 0, done.stderr
+    assert environment.read() == str(source / 'mmdevplug')
+    return environment, source, site, link
+
+
+def test_installing_over_an_editable_install_leaves_the_checkout_alone(editable, wheels):
+    environment, source, site, link = editable
+    before = snapshot(source)
+    (wheel,) = wheels.glob('mmdevplug-*.whl')
+    environment.pip('install', '--no-deps', '--no-compile', '--force-reinstall', wheel)
+    assert snapshot(source) == before
+    assert environment.read() == str(site / 'mmdevplug')
+    assert not (site / 'mmdevplug').is_symlink()
+    refused = environment.run(*link)
+    assert refused.returncode == 1
+    assert refused.stderr.strip().endswith(
+        'expected an editable install of mmdevplug. Run: pip install -e .'
+    )
+
+
+def test_uninstalling_an_editable_install_leaves_the_checkout_alone(editable):
+    environment, source, site, _ = editable
+    before = snapshot(source)
+    environment.pip('uninstall', '--yes', 'mmdevplug')
+    assert snapshot(source) == before
+    assert not [path for path in site.iterdir() if 'mmdevplug' in path.name]

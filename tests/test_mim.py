@@ -69,20 +69,22 @@ class Environment:
         return done
 
 
-def build_wheel(folder):
-    """A wheel of this checkout, without its environments and build folders."""
-    source = folder / 'source'
-    names = subprocess.run(
-        ['git', 'ls-files', '-co', '--exclude-standard'],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def copy_checkout(source):
+    """Copy this checkout, or the sdist that it is, without environments and build folders."""
+    command = ['git', 'ls-files', '-co', '--exclude-standard']
+    if (ROOT / 'PKG-INFO').exists():
+        command = ['cat', next(ROOT.glob('*.egg-info')) / 'SOURCES.txt']
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in names.stdout.splitlines():
         if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    return source
+
+
+def build_wheel(folder):
+    """A wheel of this checkout."""
+    source = copy_checkout(folder / 'source')
     command = [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '--no-build-isolation']
     subprocess.run([*command, '-w', folder / 'wheels', source], check=True)
     return folder / 'wheels'

@@ -93,6 +93,8 @@ def test_losses_on_two_cards_are_those_of_the_cpu(runs, name):
     assert len(on_cpu) >= 3
     assert on_cards == pytest.approx(on_cpu, abs=1e-5)
     assert len(set(on_cpu)) == len(on_cpu)
+    if name != 'trl_grpo':  # whose loss says nothing of the rewards
+        assert on_cpu[-1] < on_cpu[0] - 0.05
 
 
 def test_the_guard_names_what_it_moved_for_grpo(runs):
@@ -211,7 +213,8 @@ def test_accelerate_divides_batches_and_averages_over_ranks(tmp_path):
     assert '1 rank(s), samples of each in a step: 8' in alone
     assert '2 rank(s), samples of each in a step: 4' in together[0]
     assert losses(together[0]) == pytest.approx(losses(alone), abs=1e-5)
-    assert len(set(losses(alone))) == 3
+    first, _, last = losses(alone)
+    assert last < first - 0.05
 
 
 def test_a_script_runs_on_the_stand_in():

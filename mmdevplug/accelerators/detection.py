@@ -4,6 +4,7 @@ import os
 import warnings
 from functools import partial
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Union
 
@@ -13,6 +14,7 @@ from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
 from .base import Accelerator, privateuse1_name
+from .torch_native import FAMILIES, Family
 from .vendor import explain_vendor_errors
 
 ENVIRONMENT_VARIABLE = 'MMDEVPLUG_ACCELERATOR'
@@ -109,7 +111,7 @@ def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
             f'{", ".join(sorted(registered_names()))}; usable here: '
             f'{", ".join(available_accelerators())}. Correct the name; for a device that a vendor '
             f'registers with PyTorch under that name, import its package first: '
-            f"accelerator=dict(type={name!r}, package='torch_{name}')."
+            f'accelerator=dict(type={name!r}, package=...).'
         )
     try:
         signature(kind).bind(**options)
@@ -170,6 +172,19 @@ def _is_usable(accelerator: Accelerator) -> bool:
     asked = f'asking accelerator {accelerator.name!r} for its devices'
     with explain_vendor_errors(asked, 'Check the driver', accelerator):
         return accelerator.is_available() and accelerator.device_count() > 0
+
+
+def is_missing(name: str) -> bool:
+    """Whether no accelerator has a name, or the package that it needs is not installed.
+
+    Imports no package of a vendor. A config may still register what is missing.
+    """
+    if name in ('auto', privateuse1_name()) or name in _entry_points():
+        return False
+    kind = find_registered(name)
+    family = FAMILIES.get(name, Family('torch_gcu' if name == 'gcu' else None))
+    package = getattr(kind, 'package', None) or family.package
+    return kind is None or (package is not None and find_spec(package.split('.')[0]) is None)
 
 
 def _build_usable(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import tempfile
-import traceback
 import warnings
 from pathlib import Path
 from typing import Callable, List, Optional, Sequence
@@ -20,7 +19,7 @@ from mmdevplug.environments.launch_variables import (
     forget_stale_variables,
     read_launch_env,
 )
-from mmdevplug.errors import CheckpointError, DevPlugError, first_line
+from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.fault_tolerance.abort import note_for_agent, note_path
 from mmdevplug.fault_tolerance.ended_ranks import end_with_mim
 from mmdevplug.patches.runner_type import follow_runner_type
@@ -174,17 +173,6 @@ def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
     return read_launch_env(args.launcher)
 
 
-def _explain_no_type(error: Exception) -> Optional[str]:
-    """Say in a sentence what MMEngine's registries say of a part of a config without a type."""
-    said = first_line(error.args[0]) if isinstance(error, KeyError) and error.args else ''
-    places = traceback.extract_tb(error.__traceback__)
-    by_mmengine = bool(places) and 'mmengine' in Path(places[-1].filename).parts
-    if not by_mmengine or not (said == 'type' or 'must contain the key "type"' in said):
-        return None
-    asked = f'{places[-1].name}() of MMEngine asks for it' if said == 'type' else said[:300]
-    return f'a part of the config has no type: {asked}. Add type=... to it.'
-
-
 def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] = None) -> int:
     """Run a script; our errors end it with status 1 and one message instead of a traceback."""
     end_with_mim()
@@ -198,8 +186,10 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
     except Exception as found:
         error: Exception = found
         if not isinstance(error, DevPlugError):
+            from mmdevplug.checks.config_errors import explain_config
+
             # A package that cannot be imported raises errors of any kind.
-            problem = explain_import(error) or _explain_no_type(error)
+            problem = explain_import(error) or explain_config(error)
             if problem is None:
                 raise
             error = DevPlugError(str(problem))

@@ -11,10 +11,13 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import forkserver
-from typing import Any, List
+from typing import Any, Callable, List
 
 import psutil
 
+from mmdevplug.accelerators import choose_accelerator
+from mmdevplug.accelerators.counting import count_devices
+from mmdevplug.accelerators.detection import is_missing
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.launch_options import COUNTED, LaunchOptions
 from mmdevplug.environments import starting
@@ -47,11 +50,13 @@ def launch(module: str, argv: List[str], args: argparse.Namespace) -> None:
     """
     settings = read_job(args)
     counted = settings.nproc in COUNTED
-    if not (counted or args.oversubscribe):
-        starting.check_room(int(settings.nproc or 1), say)
     _check_semaphores()
     _set_variables(settings, args.verbose)
     method = _start_server()
+    if args.accelerator and is_missing(args.accelerator):
+        _in_a_process(method, _choose_for_job, args)
+    if not (counted or args.oversubscribe):
+        starting.check_room(int(settings.nproc or 1), say)
     with tempfile.TemporaryDirectory(prefix='mmdevplug-') as folder:
         if counted:
             settings = replace(settings, nproc=_count(settings.nproc, method, args))
@@ -247,16 +252,23 @@ def _start_server() -> str:
     return 'forkserver'
 
 
-def _count(word: Any, method: str, args: argparse.Namespace) -> Any:
-    """Count in a process of its own: looking at some devices takes hold of them."""
+def _in_a_process(method: str, function: Callable, *arguments: Any) -> Any:
+    """Call in a process of its own: looking at some devices takes hold of them."""
     with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
-        return pool.submit(_count_for_job, word, args).result()
+        return pool.submit(function, *arguments).result()
+
+
+def _count(word: Any, method: str, args: argparse.Namespace) -> Any:
+    return _in_a_process(method, _count_for_job, word, args)
+
+
+def _choose_for_job(args: argparse.Namespace) -> str:
+    """Choose the accelerator of the job's config, and return its name."""
+    options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
+    return choose_accelerator(options.device).accelerator.name
 
 
 def _count_for_job(word: str, args: argparse.Namespace) -> int:
     """Count the processes that ``auto``, ``gpu`` or ``cpu`` stand for with the job's config."""
-    from mmdevplug.accelerators import choose_accelerator  # it imports PyTorch
-    from mmdevplug.accelerators.counting import count_devices
-
     options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
     return count_devices(word, choose_accelerator(options.device).accelerator)

@@ -59,6 +59,10 @@ def _run(argv: Optional[List[str]]) -> int:
         listed = ', '.join(f'{name} {_release(name)}' for name in others)
         print(f'mmdevplug {__version__} ({listed}, Python {sys.version.split()[0]})')
         return 0
+    if argv[:1] == ['--print-completion']:
+        from .common import run
+
+        return run(_print_completion, argv[1:])
     asked_for_help = argv[:1] in (['-h'], ['--help'])
     stream = sys.stdout if asked_for_help else sys.stderr
     if argv and not asked_for_help:
@@ -70,7 +74,14 @@ def _run(argv: Optional[List[str]]) -> int:
     for name, help_ in COMMANDS.items():
         print(f'  {name:15}{help_}', file=stream)
     print('  --version      print the releases of mmdevplug, MMEngine and PyTorch', file=stream)
+    print('  --print-completion SHELL   print what completes it in bash, zsh or tcsh', file=stream)
     return 0 if asked_for_help else 2
+
+
+def _print_completion(argv: Optional[List[str]]) -> None:
+    from .completion import completion_script
+
+    print(completion_script((argv or ['bash'])[0], COMMANDS))
 
 
 def _release(package: str) -> str:

@@ -1,10 +1,12 @@
 """Ordinary mistakes: one line each that says what, where and what to do."""
 
 import io
+import re
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module, metadata
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,12 +14,14 @@ from torch import nn
 
 import mmdevplug
 from mmdevplug import DeviceDistributedDataParallel
+from mmdevplug.accelerators.detection import is_missing
+from mmdevplug.checks.config_errors import explain_config
 from mmdevplug.cli import common, main as command, test, train
 from mmdevplug.errors import ModelError
 from mmdevplug.model.move import check_materialized
 from mmdevplug.model_parallel.parse_devices import parse_devices
 from mmdevplug.utils.broken_imports import distribution
-from tests.cli.running import DIGITS, config, mmdevplug as in_a_process
+from tests.cli.running import DIGITS, config, mmdevplug as in_a_process, only_message
 from tests.jobs import ROOT
 from tests.ranks import run_ranks
 
@@ -71,9 +75,91 @@ def test_a_model_without_a_type(tmp_path):
     assert found.endswith('or inherit the rest of it with _base_.')
     assert f"CONFIG '{path}': model has no type; expected model=dict(type=..., ...)" in found
     path = config(tmp_path, 'optim_wrapper = dict(optimizer=dict(_delete_=True, lr=0.1))')
-    assert 'a part of the config has no type: ' in only_line(
+    assert 'optim_wrapper.optimizer has no type. Add it: dict(type=..., ' in only_line(
         train.main, path, '--work-dir', tmp_path
     )
+
+
+@pytest.mark.parametrize(
+    ('lines', 'key', 'registry', 'meant'),
+    [
+        ("model = dict(type='DigitsClasifier')", 'model.type', 'model', 'DigitsClassifier'),
+        (
+            "model = dict(init_cfg=[dict(type='Kaimin', layer='Conv2d')])",
+            'model.init_cfg.0.type', 'weight initializer', 'Kaiming',
+        ),
+        (
+            "train_dataloader = dict(dataset=dict(type='DigitDataset'))",
+            'train_dataloader.dataset.type', 'dataset', 'DigitsDataset',
+        ),
+        ("custom_hooks = [dict(type='EMAHok')]", 'custom_hooks.0.type', 'hook', 'EMAHook'),
+        (
+            "optim_wrapper = dict(optimizer=dict(type='SGDD'))",
+            'optim_wrapper.optimizer.type', 'optimizer', 'SGD',
+        ),
+        (
+            "param_scheduler = dict(type='CosineAnnealing')",
+            'param_scheduler.type', 'parameter scheduler', 'CosineAnnealingLR',
+        ),
+    ],
+)  # fmt: skip
+def test_a_class_that_there_is_not(tmp_path, lines, key, registry, meant):
+    found = only_line(train.main, config(tmp_path, lines), '--work-dir', tmp_path)
+    assert re.search(rf"DevPlugError: {re.escape(key)}='\w+': no class of this name is ", found)
+    assert f"registered as '{registry}' of mmengine; did you mean '{meant}'? Correct it" in found
+
+
+DATA = """
+import os
+from mmengine.registry import DATASETS
+from mmdevplug.examples.digits import DigitsDataset
+
+@DATASETS.register_module(force=True)
+class FolderOfDigits(DigitsDataset):
+    def __init__(self, data_root, data_prefix, ann_file='', **options):
+        super().__init__(**options)
+        os.listdir(os.path.join(data_root, data_prefix['img']))
+        open(os.path.join(data_root, ann_file)).close()
+"""
+
+
+@pytest.mark.parametrize(
+    ('img', 'key'), [('img/train', "data_prefix.img='img/train'"), ('', "ann_file='list.txt'")]
+)
+def test_data_that_is_not_there(tmp_path, monkeypatch, img, key):
+    (tmp_path / 'folder_of_digits.py').write_text(DATA)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    root = 'nowhere' if img else str(tmp_path)
+    data = dict(type='FolderOfDigits', data_root=root, data_prefix=dict(img=img))
+    lines = [
+        "custom_imports = dict(imports=['folder_of_digits'])",
+        f"train_dataloader = dict(dataset=dict(**{data!r}, ann_file='list.txt'))",
+        f"val_dataloader = dict(dataset=dict(**{data!r}, ann_file='others.txt'))",
+    ]
+    found = only_line(
+        train.main, config(tmp_path, '\n'.join(lines)), '--work-dir', tmp_path / 'out'
+    )
+    path = f'{root}/{img or "list.txt"}'
+    dataset = 'train_dataloader.dataset'
+    assert f'DevPlugError: {path!r} is not there. The config says {dataset}.data_root=' in found
+    assert f'{dataset}.data_root={root!r} and {dataset}.{key}: correct it' in found
+
+
+def test_a_file_that_the_config_does_not_name(tmp_path):
+    error = FileNotFoundError(2, 'No such file or directory', '/proc/nothing')
+    assert explain_config(error) is None
+
+
+def test_an_accelerator_is_looked_for_before_ranks_start(tmp_path):
+    done = in_a_process(tmp_path, 'train', DIGITS, '--accelerator', 'gpu', '--nproc', 64)
+    assert "'gpu', which is unknown; did you mean 'cuda'? Known: " in only_message(done)
+
+
+def test_what_is_missing_for_an_accelerator():
+    missing = {name for name in ('auto', 'cpu', 'cuda', 'mps', 'gpu') if is_missing(name)}
+    assert missing == {'gpu'}
+    for name, package in (('gcu', 'torch_gcu'), ('npu', 'torch_npu'), ('xla', 'torch_xla')):
+        assert is_missing(name) == (find_spec(package) is None), name
 
 
 def test_a_work_directory_that_cannot_be(tmp_path):

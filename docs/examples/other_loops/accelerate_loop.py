@@ -8,7 +8,7 @@ import sys
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from tiny_llama import tiny_llama
+from tiny_llama import letters, tiny_llama
 
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.model_parallel import dispatch, plan
@@ -19,7 +19,7 @@ model = tiny_llama()
 if devices != 'cpu':
     dispatch(model, plan(model, devices, training=True))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-tokens = torch.randint(3, 29, (20, 12), generator=torch.Generator().manual_seed(0))
+tokens = letters(20)
 loader = torch.utils.data.DataLoader(tokens, batch_size=4)
 # The model is placed: accelerate need not move it.
 model, optimizer, loader = accelerator.prepare(

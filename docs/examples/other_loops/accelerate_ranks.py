@@ -9,7 +9,7 @@ os.environ['ACCELERATE_BYPASS_DEVICE_MAP'] = 'true'
 
 import torch
 from accelerate import Accelerator
-from tiny_llama import tiny_llama
+from tiny_llama import letters, tiny_llama
 
 import mmdevplug.staged  # noqa: F401  registers the backend
 from mmdevplug.device_guard import DeviceGuard
@@ -25,7 +25,7 @@ model = tiny_llama()
 if device_type != 'cpu':
     dispatch(model, plan(model, f'{device_type}:{2 * rank}-{2 * rank + 1}', training=True))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-tokens = torch.randint(3, 29, (24, 12), generator=torch.Generator().manual_seed(0))
+tokens = letters(24)
 # Ranks take turns with the batches: 4 samples on each of 2 ranks are 8 on one.
 loader = torch.utils.data.DataLoader(tokens, batch_size=8 // accelerator.num_processes)
 model, optimizer, loader = accelerator.prepare(

@@ -5,7 +5,7 @@ import sys
 
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_llama import tiny_llama
+from tiny_llama import letters, tiny_llama
 from transformers import Trainer, TrainingArguments
 
 from mmdevplug.device_guard import DeviceGuard
@@ -17,7 +17,7 @@ lora = LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], init_lora_weights='g
 model = get_peft_model(tiny_llama(), lora)
 if devices != 'cpu':
     dispatch(model, plan(model, devices, training=True))
-tokens = torch.randint(3, 29, (20, 12), generator=torch.Generator().manual_seed(0))
+tokens = letters(20)
 trainer = Trainer(
     model,
     args=TrainingArguments(

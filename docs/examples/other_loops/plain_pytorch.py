@@ -3,7 +3,7 @@
 import sys
 
 import torch
-from tiny_llama import tiny_llama
+from tiny_llama import letters, tiny_llama
 
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.model_parallel import dispatch, plan
@@ -15,11 +15,9 @@ if devices != 'cpu':
     print(placed)
     dispatch(model, placed)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-torch.manual_seed(0)
 losses = []
 with DeviceGuard('move', model=model) as guard:
-    for _ in range(5):
-        tokens = torch.randint(3, 29, (4, 12))
+    for tokens in letters(20).split(4):
         logits = model(input_ids=tokens).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()

@@ -22,6 +22,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def letters(rows: int) -> torch.Tensor:
+    """Rows of twelve letters in the order of the alphabet, each from another one on."""
+    first = torch.randint(26, (rows, 1), generator=torch.Generator().manual_seed(0))
+    return 3 + (first + torch.arange(12)) % 26
+
+
 def tiny_llama() -> LlamaForCausalLM:
     """Four layers of width 32; the same weights each time."""
     torch.manual_seed(0)
