@@ -50,7 +50,9 @@ ResNet-50, SGD, no random augmentation), and the first step is compared as
 that mmdevplug replaces. Configs that take more than 100 seconds are named and not compared.
 `make test-configs-xla` measures all of `tests/conformance/configs.py`; the table has those that
 were measured so far. Where `native_batch_norm` differs, it is `running_var`: torch_xla divides by
-the number of elements, PyTorch by one less, which shows where a layer normalizes few of them.""",
+the number of elements, PyTorch by one less, which shows where a layer normalizes few of them.
+In `resnet18_8xb16_cifar10` a gradient before a ReLU is zero on one of the devices alone, while
+each operator agrees: probably a value that rounding puts on the other side of zero.""",
         of_configs=['device', 'library', 'configs', 'equal before', 'equal now', 'not compared'],
         difference=['config', 'before', 'now'],
         equal='equal',
@@ -88,7 +90,9 @@ bfloat16）或有任何偏差（int64），或形状、dtype 不同，即为不�
 “之前”指没有 mmdevplug 替换的算子。耗时超过 100 秒的配置只列出，不比较。
 `make test-configs-xla` 测量 `tests/conformance/configs.py` 中的全部配置；表中是目前已测量的。
 `native_batch_norm` 的不同在于 `running_var`：torch_xla 除以元素个数，PyTorch 除以其减一，
-在元素很少的层上可见。""",
+在元素很少的层上可见。
+`resnet18_8xb16_cifar10` 中，某个 ReLU 之前的梯度只在其中一个设备上为零，而每个算子单独计算都相同：
+很可能是舍入误差使某个值落到零的另一侧。""",
         of_configs=['设备', '代码库', '配置', '之前相同', '现在相同', '未比较'],
         difference=['配置', '之前', '现在'],
         equal='相同',
