@@ -61,7 +61,7 @@ ON_CARD := FAKECARD_NAME=zeta FAKECARD_COUNT=1 PYTHONPATH=.:tests/standins/fakec
 # TorchTPU warns of every name in torch.tpu that may change.
 ON_TPU := TPU_ON_CPU=1 PYTHONWARNINGS="ignore:<TorchTpu/"
 
-.PHONY: help install install-xla install-t20 install-tpu standins demo dist test test-numbers test-operators test-onedl test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
+.PHONY: help install install-xla install-t20 install-tpu standins demo dist test test-configs-xla test-numbers test-operators test-onedl test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
@@ -204,6 +204,10 @@ test-numbers: install standins install-xla install-tpu  ## Compare operators of 
 	PYTHONPATH=.:tests/standins/lazy $(BIN)/python -m $(NUMBERS) lazy --json docs/numbers/lazy.json
 	$(ON_TPU) $(BIN_TPU)/python -m $(NUMBERS) tpu --json docs/numbers/tpu.json
 	$(ON_CARD) $(BIN)/python -m $(NUMBERS) zeta --card-config tests/conformance/stand_in.py --json docs/numbers/zeta.json
+	$(BIN)/python docs/numbers_page.py
+
+test-configs-xla: install-xla  ## Compare first steps of released configs on torch_xla with the CPU's, write docs/*/numbers.md
+	$(ON_XLA) $(BIN_XLA)/python -m tests.conformance.configs --accelerator xla --json docs/numbers/configs_xla.json
 	$(BIN)/python docs/numbers_page.py
 
 test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits

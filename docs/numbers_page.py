@@ -1,4 +1,4 @@
-"""Write ``numbers.md`` of what ``make test-numbers`` has measured."""
+"""Write ``numbers.md`` of what ``make test-numbers`` and ``test-configs-xla`` have measured."""
 
 import json
 from pathlib import Path
@@ -40,6 +40,22 @@ are not unique (`svd`, `qr`, ...) are left out. "Before" is without the
         none='None differs.',
         columns=['what differs', 'dtypes', 'operators, samples that differ'],
         comma=', ',
+        configs="""\
+## Released configs
+
+Released configs are made small (pictures of 64 × 64, ResNet-18 of half its width in place of
+ResNet-50, SGD, no random augmentation), and the first step is compared as
+[`mmdevplug check`](check.md) does: outputs, gradients, buffers. Before means without the operators
+that mmdevplug replaces. Configs that take more than 100 seconds are named and not compared.
+`make test-configs-xla` measures all of `tests/conformance/configs.py`; the table has those that
+were measured so far. Where `native_batch_norm` differs, it is `running_var`: torch_xla divides by
+the number of elements, PyTorch by one less, which shows where a layer normalizes few of them.
+In `resnet18_8xb16_cifar10` a gradient before a ReLU is zero on one of the devices alone, while
+each operator agrees: probably a value that rounding puts on the other side of zero.""",
+        of_configs=['device', 'library', 'configs', 'equal before', 'equal now', 'not compared'],
+        difference=['config', 'before', 'now'],
+        equal='equal',
+        unmeasured='not measured',
         again="""\
 ## To measure again
 
@@ -66,6 +82,21 @@ are not unique (`svd`, `qr`, ...) are left out. "Before" is without the
         none='没有不同。',
         columns=['不同之处', 'dtype', '算子及不同的样例数'],
         comma='、',
+        configs="""\
+## 发布的配置
+
+把发布的配置缩小（64 × 64 的图片，以宽度减半的 ResNet-18 代替 ResNet-50，SGD，没有随机增强），
+第一步的输出、梯度和缓冲区像 [`mmdevplug check`](check.md) 那样比较。
+“之前”指没有 mmdevplug 替换的算子。耗时超过 100 秒的配置只列出，不比较。
+`make test-configs-xla` 测量 `tests/conformance/configs.py` 中的全部配置；表中是目前已测量的。
+`native_batch_norm` 的不同在于 `running_var`：torch_xla 除以元素个数，PyTorch 除以其减一，
+在元素很少的层上可见。
+`resnet18_8xb16_cifar10` 中，某个 ReLU 之前的梯度只在其中一个设备上为零，而每个算子单独计算都相同：
+很可能是舍入误差使某个值落到零的另一侧。""",
+        of_configs=['设备', '代码库', '配置', '之前相同', '现在相同', '未比较'],
+        difference=['配置', '之前', '现在'],
+        equal='相同',
+        unmeasured='未测量',
         again="""\
 ## 重新测量
 
@@ -103,6 +134,43 @@ def grouped(rows: List[Dict[str, Any]], comma: str) -> List[List[str]]:
     return [[*key, comma.join(names)] for key, names in lines.items()]
 
 
+def compared(measured: Dict[str, Any]) -> bool:
+    """Whether a step was compared: it ended, and on both devices."""
+    return measured.get('level') in ('ok', 'error')
+
+
+def word(measured: Dict[str, Any], texts: Dict[str, Any]) -> str:
+    """What a step showed, in a cell."""
+    if measured.get('equal'):
+        return str(texts['equal'])
+    said = measured.get('said') or measured.get('failed') or measured.get('ended')
+    return str(said or texts['unmeasured']).replace('|', '/')
+
+
+def of_configs(texts: Dict[str, Any]) -> List[str]:
+    """The section of released configs; nothing where none was measured."""
+    summary, lines = [], []
+    for name, title in DEVICES.items():
+        rows = load(f'configs_{name}').get('rows', {})
+        for library in dict.fromkeys(each.partition('::')[0] for each in rows):
+            here = [row for each, row in rows.items() if each.partition('::')[0] == library]
+            steps = [[row.get(when, {}) for row in here] for when in ('before', 'now')]
+            equal = [sum(bool(each.get('equal')) for each in step) for step in steps]
+            left_out = sum(not compared(each) for each in steps[1])
+            summary.append([title, library, *map(str, [len(here), *equal, left_out])])
+        for each, row in rows.items():
+            before, now = row.get('before', {}), row.get('now', {})
+            if not (before.get('equal') and now.get('equal')):
+                lines.append([f'`{each}`', word(before, texts), word(now, texts)])
+    if not summary:
+        return []
+    return [
+        texts['configs'],
+        table(texts['of_configs'], summary),
+        table(texts['difference'], lines) if lines else texts['none'],
+    ]
+
+
 def render(texts: Dict[str, Any]) -> List[str]:
     """The parts of the page in one language."""
     summary, parts = [], []
@@ -132,6 +200,7 @@ def render(texts: Dict[str, Any]) -> List[str]:
         table(texts['summary'], summary),
         texts['notes'],
         *parts,
+        *of_configs(texts),
         texts['again'].strip(),
         COMMAND,
     ]

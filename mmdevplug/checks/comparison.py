@@ -2,7 +2,7 @@
 
 import copy
 from contextlib import contextmanager, nullcontext
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from mmengine.model import BaseModel
@@ -14,19 +14,19 @@ from mmdevplug.errors import first_line
 from mmdevplug.runner import DeviceRunner
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
 from mmdevplug.utils.pytree import tensors_in
+from mmdevplug.utils.torch_compat import DISPATCH_MODES
 
 from .findings import Finding, Section
+from .operators import ROUNDING, SPREAD, TOLERANCE, TOLERANCE_OF_HALF, OperatorComparison, Place
 
 section = Section('numbers')
-#: How far apart results may be, relative to the largest of a tensor: TF32 of CUDA included.
-TOLERANCE = 5e-3
-#: The same in mixed precision, beside float32 on the CPU.
-TOLERANCE_OF_HALF = 0.1
-#: What another seed and weights that are moved by rounding change may be exceeded so far.
-SPREAD = 20.0
-ROUNDING = 1e-6
+#: How far weights are moved where a difference was found, and how often: torch_xla adds up a mean
+#: of 4096 values with an error of 6e-6, and a ReLU may pass the gradient of a value near zero.
+COARSE_ROUNDING, MOVES = 1e-5, 5
 #: Smaller than this part of the largest gradient, a gradient is rounding.
 NEGLIGIBLE = 1e-4
+#: The same of buffers, such as the mean of a layer whose operands add up to nothing.
+NEGLIGIBLE_BUFFER = 1e-3
 #: Elements of a tensor that are compared, at equal distances.
 SAMPLES = 65536
 WHY = 'the training would learn something else.'
@@ -61,6 +61,9 @@ class Record:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def begin_backward(self) -> None:
+        """Gradients arrive by themselves."""
 
     def _hook(self, name: str) -> Any:
         def note(_: nn.Module, __: Any, output: Any) -> None:
@@ -119,7 +122,8 @@ def compare_step(runner: DeviceRunner, batch: Any) -> List[Finding]:
 
     The model on the CPU gets the same weights and the same batch. A third step, there, with
     another seed and weights moved by rounding, shows what is random or sensitive, which no
-    difference counts of.
+    difference counts of. Where one is found, there are more of these: rounding lets a ReLU pass
+    a gradient or not. If it stays, a last step on the device looks for the operator.
 
     Args:
         runner (DeviceRunner): Built, with its optimizer wrapper; in one process.
@@ -137,7 +141,7 @@ def compare_step(runner: DeviceRunner, batch: Any) -> List[Finding]:
             for host in hosts:
                 host.load_state_dict(weights)
             here = _step(hosts[0], batch, None)
-            spread = _step(hosts[1], batch, None, moved=True)
+            spreads = [_step(hosts[1], batch, None, 1)]
         except Exception as error:
             # Whatever the model raises on the CPU alone.
             unlike = f'the step fails on the CPU: {first_line(error)}'
@@ -150,12 +154,42 @@ def compare_step(runner: DeviceRunner, batch: Any) -> List[Finding]:
         return [section.note(f'not compared with the CPU: {unlike}')]
     half = any(hasattr(each, 'cast_dtype') for each in list_optim_wrappers(runner.optim_wrapper))
     tolerance = TOLERANCE_OF_HALF if half else TOLERANCE
-    found = find_difference(there, here, spread, tolerance, str(device))
+    found = find_difference(there, here, spreads, tolerance, str(device))
+    for number in range(2, MOVES + 2):
+        if found is not None:
+            hosts[1].load_state_dict(weights)
+            spreads.append(_step(hosts[1], batch, None, number))
+            found = find_difference(there, here, spreads, tolerance, str(device))
     if found is None:
         outputs = {key for key, one in here.outputs.items() if _like(there.outputs.get(key), one)}
         modules = {name for name, _, _ in outputs} & set(here.kinds)
         return [section.ok(f'outputs and gradients of {len(modules)} modules as on the CPU')]
-    return [section.error(found, WHY, REMEDY)]
+    said = found.text + _name_operator(runner, batch, found.place)
+    return [section.error(said, WHY, REMEDY)]
+
+
+def _name_operator(runner: DeviceRunner, batch: Any, place: Place) -> str:
+    """Compare the operators at a place of one more step; what is added to the message."""
+    if not DISPATCH_MODES:
+        return ''
+    device = runner.device_context.device
+    operators = OperatorComparison(device.type, place)
+    try:
+        _compute(runner.model, batch, runner, operators)
+    except Exception as error:  # of an operator that no mode may see
+        return f'; its operators cannot be compared one by one: {first_line(error)}'
+    finally:
+        runner.model.zero_grad()
+    if operators.first is not None:
+        name, there, here = operators.first
+        told = Difference(name, there, here).told(str(device))
+        return f'; the first operator that differs from the same operands: {name}, {told}'
+    if not operators.compared:
+        return ''
+    return (
+        f'; each of its {operators.compared} operators alone computes what the CPU does: '
+        f'rounding, the compiler, or code that asks for the device makes the difference'
+    )
 
 
 def _why_not(runner: DeviceRunner) -> Optional[str]:
@@ -183,32 +217,48 @@ def _on_host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def _step(
-    model: BaseModel, batch: Any, runner: Optional[DeviceRunner], moved: bool = False
-) -> Record:
-    """Compute losses and gradients; on the CPU if there is no runner."""
-    record, batch = Record(), copy.deepcopy(batch)
-    torch.manual_seed(int(moved))
+def _step(model: BaseModel, batch: Any, runner: Optional[DeviceRunner], moved: int = 0) -> Record:
+    """Record losses and gradients; on the CPU if there is no runner.
+
+    ``moved`` is another seed, with which weights are moved by rounding.
+    """
+    record = Record()
+    loss, scale = _compute(model, batch, runner, record, moved)
+    record.outputs['the loss', 1, 0] = loss.detach().flatten().float()
+    record.finish(model, scale)
+    model.zero_grad()
+    return record
+
+
+def _compute(
+    model: BaseModel,
+    batch: Any,
+    runner: Optional[DeviceRunner],
+    watcher: Union[Record, OperatorComparison],
+    moved: int = 0,
+) -> Tuple[Tensor, float]:
+    """Compute losses and gradients while a watcher follows; return the loss and its scale."""
+    batch = copy.deepcopy(batch)
+    torch.manual_seed(moved)
     model.train()
     model.zero_grad()
     if moved:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(1 + ROUNDING * torch.randn_like(parameter))
+                rounding = ROUNDING if moved == 1 else COARSE_ROUNDING
+                parameter.mul_(1 + rounding * torch.randn_like(parameter))
     wrapper = None if runner is None else next(iter(list_optim_wrappers(runner.optim_wrapper)))
     scaler = getattr(wrapper, 'loss_scaler', None)
     scale = 1.0 if scaler is None else float(scaler.get_scale())
-    with _without_dropout(model), record.watching(model):
+    with _without_dropout(model), watcher.watching(model):
         with nullcontext() if wrapper is None else wrapper.optim_context(model):
             losses = model(**model.data_preprocessor(batch, True), mode='loss')
             loss = model.parse_losses(losses)[0]
+        watcher.begin_backward()
         (loss * scale).backward()
     if runner is not None:
         runner.device_context.materialize()
-    record.outputs['the loss', 1, 0] = loss.detach().flatten().float()
-    record.finish(model, scale)
-    model.zero_grad()
-    return record
+    return loss, scale
 
 
 @contextmanager
@@ -229,56 +279,74 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
+class Found(NamedTuple):
+    """A difference in words, and where operators are to be compared."""
+
+    text: str
+    place: Place
+
+
 def find_difference(
-    there: Record, here: Record, spread: Record, tolerance: float, device: str
-) -> Optional[str]:
-    """Describe the first difference of a device from the CPU.
+    there: Record, here: Record, spreads: Sequence[Record], tolerance: float, device: str
+) -> Optional[Found]:
+    """Find the first difference of a device from the CPU.
 
     Outputs are compared in the order of the forward pass, gradients against it.
     """
     order = list(here.outputs)
-    found = _first(order, there.outputs, here.outputs, spread.outputs, tolerance)
+    found = _first(order, 'outputs', there, here, spreads, tolerance)
     if found is not None:
-        return _say('the output of', found, here, order, device)
+        name, call, number = found.key
+        inside = name if name in here.kinds else None
+        text = _say('the output of', found, here, order, device)
+        return Found(text, Place(inside, call, number))
     keys = [key for key in reversed(order) if key in here.gradients]
-    found = _first(keys, there.gradients, here.gradients, spread.gradients, tolerance, True)
+    found = _first(keys, 'gradients', there, here, spreads, tolerance)
     if found is not None:
-        return _say('the gradient behind', found, here, order, device)
-    names = list(reversed(here.of_weights))
-    found = _first(names, there.of_weights, here.of_weights, spread.of_weights, tolerance, True)
+        text = _say('the gradient behind', found, here, order, device)
+        name, call, number = found.key
+        return Found(text, Place(name, call, number, backward=True))
+    found = _first(list(reversed(here.of_weights)), 'of_weights', there, here, spreads, tolerance)
     if found is not None:
-        return f'the gradient of {found.key} is {found.told(device)}'
-    found = _first(list(here.after), there.after, here.after, spread.after, tolerance)
+        text = f'the gradient of {found.key} is {found.told(device)}'
+        return Found(text, Place(None, backward=True, weight=found.key))
+    found = _first(list(here.after), 'after', there, here, spreads, tolerance)
     if found is not None:
-        return f'after the step {found.key} is {found.told(device)}'
+        text = f'after the step {found.key} is {found.told(device)}'
+        return Found(text, Place(found.key.rpartition('.')[0]))
     return None
 
 
 def _first(
     keys: List[Any],
-    there: Dict[Any, Tensor],
-    here: Dict[Any, Tensor],
-    spread: Dict[Any, Tensor],
+    kind: str,
+    there_of: Record,
+    here_of: Record,
+    spreads_of: Sequence[Record],
     tolerance: float,
-    gradients: bool = False,
 ) -> Optional[Difference]:
-    largest = max((_size(each) for each in here.values()), default=0.0) if gradients else 0.0
+    there, here = getattr(there_of, kind), getattr(here_of, kind)
+    spreads = [getattr(each, kind) for each in spreads_of]
+    least = {'outputs': 0.0, 'after': NEGLIGIBLE_BUFFER}.get(kind, NEGLIGIBLE)
+    least *= max((_size(each) for each in here.values()), default=0.0)
     for key in keys:
-        one, other, moved = here[key], there.get(key), spread.get(key)
-        if moved is None or moved.shape != one.shape or not one.numel():
+        one, other, moved = here[key], there.get(key), [each.get(key) for each in spreads]
+        if not one.numel() or not all(_like(each, one) for each in moved):
             continue  # drawn at random
         if other is None or not _like(other, one):
             if isinstance(key, tuple):
                 continue  # a lazy device computes parts on the host, or in fixed sizes
             return Difference(key, float('nan'), float(one[0]))
-        if not torch.isfinite(one).all() or not torch.isfinite(moved).all():
+        if not all(bool(torch.isfinite(each).all()) for each in (one, *moved)):
             continue
-        size = max(_size(one), NEGLIGIBLE * largest, 1e-12)
-        allowed = max(tolerance * size, SPREAD * float((moved - one).abs().max()))
+        size = max(_size(one), least, 1e-12)
+        spread = torch.stack([(each - one).abs() for each in moved]).amax(0)
+        spread.clamp_(min=float(spread.square().mean().sqrt()))
         apart = (other - one).abs()
         apart[~torch.isfinite(other)] = float('inf')
-        place = int(apart.argmax())
-        if apart[place] > allowed:
+        excess = apart - (SPREAD * spread).clamp(min=tolerance * size)
+        place = int(excess.argmax())
+        if excess[place] > 0:
             return Difference(key, float(other[place]), float(one[place]))
     return None
 

@@ -45,6 +45,14 @@ SWAPS_TENSORS = hasattr(torch._C, '_swap_tensor_impl')
 #: Whether ``weights_only`` takes classes under other names.
 ALLOWS_RENAMED_CLASSES = is_at_least('2.6.0')
 
+#: Since PyTorch 1.13 a mode sees each operator, in the backward pass, too.
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+
+    DISPATCH_MODES = hasattr(DispatchMode, '__enter__')
+except ImportError:
+    DispatchMode, DISPATCH_MODES = object, False  # type: ignore[assignment,misc]
+
 
 class LockedStore:
     """A store for several threads, as PyTorch's own is where ``THREADS_SHARE_STORES``.

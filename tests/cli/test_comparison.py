@@ -19,6 +19,20 @@ from mmengine.registry import MODELS
 from torch import nn
 
 
+def elu_backward(grad, alpha, scale, input_scale, is_result, x):
+    return torch.where(x > 0, grad, grad * (1 + x))
+
+
+def softplus(x, beta=1, threshold=20):
+    return x.exp().log1p() * 3
+
+
+def set_wrong(operator):
+    library = torch.library.Library('aten', 'IMPL')
+    library.impl(operator.__name__, operator, 'PrivateUse1')
+    return library
+
+
 class WrongGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -43,6 +57,8 @@ class Part(nn.Module):
             x = torch.where(x == x.max(), float('nan'), x)
         if self.fault == 'gradient':
             x = WrongGradient.apply(x)
+        if self.fault == 'elu_backward':
+            x = nn.functional.elu(x) + 1
         self.seen += 2 if self.fault == 'buffer' and card else 1
         return x
 
@@ -52,6 +68,8 @@ class Planted(BaseModel):
     def __init__(self, fault=None):
         super().__init__()
         self.fault = fault
+        wrong = dict(elu_backward=elu_backward, softplus=softplus).get(fault)
+        self.library = None if wrong is None else set_wrong(wrong)
         self.first = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32))
         self.part = Part(fault)
         self.drop = nn.Dropout(0.5)
@@ -61,6 +79,10 @@ class Planted(BaseModel):
         x = self.last(self.drop(self.part(self.first(inputs))).relu())
         if self.fault == 'own' and x.device.type != 'cpu':
             x = x * 1.3
+        if self.fault == 'chunks':
+            x = x * torch._chunk_cat([x.detach()], 0, 3).view(-1, 10)[: len(x)]
+        if self.fault == 'softplus':
+            x = nn.functional.softplus(x)
         return dict(loss=nn.functional.cross_entropy(x, labels))
 """
 
@@ -69,23 +91,28 @@ FAULTS = dict(
     nan='the output of part (Part) is nan on zeta:0 and ',
     gradient='; the operators between it and part differ',
     own='; its parts are right, so that its own forward() differs',
+    elu_backward='; the first operator that differs from the same operands: aten.elu_backward, ',
+    softplus='; the first operator that differs from the same operands: aten.softplus, ',
     buffer='after the step part.seen is 2 on zeta:0 and 1 on the CPU',
 )
 
 
 @pytest.fixture
 def job(tmp_path):
-    need_card()
     (tmp_path / 'planted_parts.py').write_text(MODEL)
 
-    def write(fault=None):
+    def write(fault=None, accelerator='zeta'):
+        card = []
+        if accelerator == 'zeta':
+            need_card()
+            card = ['fakecard_from_env']
+        modules = [*card, 'mmdevplug.examples.digits', 'planted_parts']
         config = tmp_path / 'config.py'
         config.write_text(
             f'_base_ = [{DIGITS!r}]\n'
-            "custom_imports = dict(imports=['fakecard_from_env', 'mmdevplug.examples.digits', "
-            "'planted_parts'])\n"
+            f'custom_imports = dict(imports={modules!r})\n'
             f"model = dict(_delete_=True, type='Planted', fault={fault!r})\n"
-            "accelerator = dict(type='zeta')\n"
+            f'accelerator = dict(type={accelerator!r})\n'
             'val_cfg = val_dataloader = val_evaluator = None\n'
             'test_cfg = test_dataloader = test_evaluator = None\n'
             'train_cfg = dict(max_epochs=1)\n'
@@ -102,6 +129,17 @@ def test_what_differs_is_named(job, fault):
     assert FAULTS[fault] in out, out + err
     assert status == 1
     assert ' on zeta:0 and ' in out
+
+
+@pytest.mark.xla
+def test_an_operator_of_torch_xla_is_named(job):
+    where, config = job('chunks', 'xla')
+    status, out, err = checked(config, folder=where['folder'])
+    assert 'the output of the model (Planted) is ' in out, out + err
+    assert '; the first operator that differs from the same operands: aten._chunk_cat, ' in out, (
+        out
+    )
+    assert status == 1
 
 
 def test_what_is_equal_is_said(job):

@@ -228,11 +228,21 @@ def work(args: argparse.Namespace) -> None:
         print(json.dumps(dict(row, ends=number, name=name, dtype=dtype)), flush=True)
 
 
-def run_part(options: Sequence[str], part: int, parts: int, note: Callable[[Any], None]) -> None:
-    """Compare every ``parts``-th operator in processes of their own, one after another."""
+def run_part(
+    module: str,
+    options: Sequence[str],
+    part: int,
+    parts: int,
+    note: Callable[[Any], None],
+    limit: float = LIMIT,
+) -> None:
+    """Compare every ``parts``-th item of a module in processes, one after another.
+
+    An item that takes more than ``limit`` seconds, or ends its process, is noted as such.
+    """
     begin = 0
     while True:
-        command = [sys.executable, '-m', 'tests.conformance.numbers', *options]
+        command = [sys.executable, '-m', module, *options]
         command += ['--begin', str(begin), '--part', str(part), '--parts', str(parts)]
         job = subprocess.Popen(
             command,
@@ -252,7 +262,7 @@ def run_part(options: Sequence[str], part: int, parts: int, note: Callable[[Any]
         running = None
         while True:
             try:
-                line = lines.get(timeout=LIMIT)
+                line = lines.get(timeout=limit)
             except queue.Empty:
                 job.kill()
                 note(dict(running, samples=1, ended='does not end'))
@@ -312,9 +322,10 @@ def main(argv: Optional[Sequence[str]] = None) -> Dict[str, Any]:
     options += ['--plain'] * args.plain
     options += ['--card-config', args.card_config] if args.card_config else []
     rows: List[Dict[str, Any]] = []
+    module = 'tests.conformance.numbers'
     with ThreadPoolExecutor(args.jobs) as pool:
         parts = [
-            pool.submit(run_part, options, part, args.jobs, rows.append)
+            pool.submit(run_part, module, options, part, args.jobs, rows.append)
             for part in range(args.jobs)
         ]
     for part in parts:

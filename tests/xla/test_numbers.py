@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.conformance import numbers
+from tests.conformance import configs, numbers
 from tests.jobs import ROOT
 
 pytestmark = pytest.mark.xla
@@ -61,3 +61,11 @@ def test_what_the_product_does_not_replace_differs(tmp_path):
         ['--accelerator', 'xla', '--jobs', '1', '--plain', '--operators', 'nn.functional.elu']
     )
     assert [row['what'] for row in found['different']] == [['gradient: values']] * 2
+
+
+def test_a_released_config_is_equal_where_the_page_says():
+    name = 'mmpretrain::lenet/lenet5_mnist'
+    found = configs.main(['--accelerator', 'xla', '--configs', name])
+    known = json.loads((ROOT / 'docs' / 'numbers' / 'configs_xla.json').read_text())
+    assert found['rows'][name] == known['rows'][name]
+    assert found['rows'][name]['now']['equal']
