@@ -23,7 +23,7 @@ from typing import Any, Dict, List
 
 from result_file import ROOT, write_results
 
-WAYS = ('one', 'ranks', 'spmd', 'spmd, divided weights')
+WAYS = ('one', 'ranks', 'spmd', 'spmd, whole weights')
 #: Samples of a chip.
 BATCH = dict(mlp=32, resnet18=4, resnet50=4)
 
@@ -81,8 +81,8 @@ def build_config(model: str, way: str, chips: int, iters: int, folder: str) -> A
             log_level='WARNING',
         )
     )
-    if way == 'spmd, divided weights':
-        cfg.sharding = True
+    if way == 'spmd, whole weights':
+        cfg.sharding = False
     return cfg
 
 

@@ -42,7 +42,7 @@ def choose_placement(
 
 
 def _asks_for_spmd(device: Any, sharding: Any) -> bool:
-    """Whether one process drives all chips; sharded weights on torch_xla are had in no other way.
+    """Whether one process drives all chips; on torch_xla nothing else shards weights.
 
     ``device`` is the config of the accelerator, which learns it.
     """

@@ -17,66 +17,78 @@ from tests.xla.spmd_jobs import (
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(300)]
 
-NAMES = ['clip_norm', 'accumulation', 'ema', 'amp', 'sync_bn', 'unused', 'collect_results']
-SHARDED = ['adamw', 'clip_norm', 'ema']
+DIVIDED = [
+    'adamw',
+    'clip_norm',
+    'accumulation',
+    'ema',
+    'amp',
+    'sync_bn',
+    'unused',
+    'collect_results',
+]
+WHOLE = ['clip_norm', 'sync_bn', 'amp']
 
 
 @pytest.fixture(scope='module')
 def reference(tmp_path_factory):
     """What one process on the CPU trains with the whole batch."""
-    names = sorted({*NAMES, *SHARDED})
-    (found,) = run_ranks(train_rows, 0, names, 'cpu', tmp_path_factory.mktemp('cpu'), True)
+    (found,) = run_ranks(train_rows, 0, DIVIDED, 'cpu', tmp_path_factory.mktemp('cpu'), True)
     return found
 
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp('whole')
-    (found,) = run_ranks(train_rows_on_chips, 0, NAMES, folder, **TWO_CHIPS)
+    (found,) = run_ranks(_train_whole, 0, WHOLE, folder, **TWO_CHIPS)
     return found
 
 
 @pytest.fixture(scope='module')
-def sharded(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('sharded')
-    (found,) = run_ranks(_train_sharded, 0, SHARDED, folder, **TWO_CHIPS)
+def divided(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('divided')
+    (found,) = run_ranks(_train_divided, 0, DIVIDED, folder, **TWO_CHIPS)
     return found
 
 
-def _train_sharded(names, folder):
-    return train_rows_on_chips(names, folder, sharding=True, **SAVED)
+def _train_divided(names, folder):
+    return train_rows_on_chips(names, folder, **SAVED)
 
 
-@pytest.mark.parametrize('name', NAMES)
+def _train_whole(names, folder):
+    return train_rows_on_chips(names, folder, sharding=False)
+
+
+@pytest.mark.parametrize('name', WHOLE)
 def test_weights_are_those_of_one_process(whole, reference, name):
     difference = largest_difference(whole[name]['weights'], reference[name]['weights'])
     assert difference < ROWS[name].tolerance
 
 
-@pytest.mark.parametrize('name', SHARDED)
-def test_divided_weights_are_those_of_one_process(sharded, reference, name):
-    difference = largest_difference(sharded[name]['weights'], reference[name]['weights'])
+@pytest.mark.parametrize('name', DIVIDED)
+def test_divided_weights_are_those_of_one_process(divided, reference, name):
+    difference = largest_difference(divided[name]['weights'], reference[name]['weights'])
     assert difference < ROWS[name].tolerance
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', WHOLE)
 def test_an_iteration_is_one_execution(whole, name):
     assert whole[name]['executions'] == [(1, 0)] * 5
 
 
-@pytest.mark.parametrize('name', SHARDED)
-def test_an_iteration_with_divided_weights_is_one_execution(sharded, name):
-    assert sharded[name]['executions'] == [(1, 0)] * 5
+@pytest.mark.parametrize('name', DIVIDED)
+def test_an_iteration_with_divided_weights_is_one_execution(divided, name):
+    assert divided[name]['executions'] == [(1, 0)] * 5
 
 
-def test_a_chip_holds_its_part_of_divided_weights_and_states(sharded, whole):
-    for share in sharded['adamw']['shares']:
+def test_a_chip_holds_its_part_of_divided_weights_and_states(divided, whole):
+    for share in divided['adamw']['shares']:
         assert share == pytest.approx(1 / CHIPS, abs=0.01)
     assert whole['clip_norm']['shares'] == (1, 1)
 
 
 def _resume(folder, path):
-    return train_row_from('adamw', 'spmd', folder, path, sharding=True)
+    return train_row_from('adamw', 'spmd', folder, path)
 
 
 def _resume_on(accelerator, folder, path):
@@ -84,11 +96,11 @@ def _resume_on(accelerator, folder, path):
 
 
 def test_a_training_goes_on_from_its_file_and_from_that_of_one_process(
-    tmp_path, tmp_path_factory, sharded, reference
+    tmp_path, tmp_path_factory, divided, reference
 ):
-    path = next(tmp_path_factory.getbasetemp().glob('sharded*/adamw/iter_10.pth'))
+    path = next(tmp_path_factory.getbasetemp().glob('divided*/adamw/iter_10.pth'))
     (again,) = run_ranks(_resume, 0, tmp_path, path, **TWO_CHIPS)
-    assert largest_difference(again['weights'], sharded['adamw']['weights']) == 0
+    assert largest_difference(again['weights'], divided['adamw']['weights']) == 0
     # One process reads it, and N ranks do, which read the same state.
     (on_cpu,) = run_ranks(_resume_on, 0, 'cpu', tmp_path / 'cpu', path)
     assert largest_difference(on_cpu['weights'], reference['adamw']['weights']) < 1e-5
