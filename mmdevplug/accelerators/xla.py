@@ -30,6 +30,13 @@ def _xlac() -> Any:
     return torch_xla._XLAC
 
 
+def _runs_spmd() -> bool:
+    import torch_xla.runtime as xr
+
+    # Releases before 2.1 have no SPMD.
+    return bool(getattr(xr, 'is_spmd', bool)())
+
+
 def is_divided(tensor: Tensor) -> bool:
     """Whether the chips of one process have a part each of a tensor."""
     on_chips = tensor.device.type == 'xla'
@@ -38,13 +45,17 @@ def is_divided(tensor: Tensor) -> bool:
 
 def _join(tensor: Tensor) -> Tensor:
     """Copy a tensor of which each chip has a part; torch_xla's own copy compiles a graph."""
+    from torch_xla.distributed.spmd import XLAShardedTensor
+
     _xm().wait_device_ops()  # shards of a graph that still runs cannot be read
-    (shards,) = _xlac()._get_local_shards([tensor.detach()])
-    parts = [part for part, _ in shards]
-    for dim, size in enumerate(tensor.shape):
-        if parts[0].shape[dim] < size:
-            return torch.cat(parts, dim)
-    return parts[0]
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device='cpu')
+    for shard in XLAShardedTensor(tensor.detach()).local_shards:
+        if shard.indices is Ellipsis:
+            return shard.data
+        # Padding is at the end; `shard.unpadded_data` indexes by a list, which PyTorch deprecates.
+        part = shard.data[tuple(slice(0, each.stop - each.start) for each in shard.indices)]
+        whole[tuple(shard.indices)] = part
+    return whole
 
 
 class XLACopies(Copies):
@@ -52,13 +63,15 @@ class XLACopies(Copies):
 
     def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
         fetched: Dict[int, Tensor] = {}
-        for i, tensor in enumerate(tensors):
-            if is_divided(tensor):
-                fetched[i] = _join(tensor)
+        if _runs_spmd():
+            # Only what has run is known to be divided.
+            here = [tensor for tensor in tensors if tensor.device.type == 'xla']
+            _xlac()._xla_sync_multi(here, devices=[], wait=True)
+            fetched = {i: _join(x) for i, x in enumerate(tensors) if is_divided(x)}
         for device in devices_of(tensors):
-            here = [i for i, x in enumerate(tensors) if x.device == device and i not in fetched]
-            copies = _xlac()._xla_get_cpu_tensors([tensors[i] for i in here])
-            fetched.update(zip(here, copies))
+            whole = [i for i, x in enumerate(tensors) if x.device == device and i not in fetched]
+            copies = _xlac()._xla_get_cpu_tensors([tensors[i] for i in whole])
+            fetched.update(zip(whole, copies))
         return [fetched[i].detach() for i in range(len(tensors))]
 
     def into_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

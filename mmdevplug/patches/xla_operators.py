@@ -6,7 +6,7 @@ Each goes when torch_xla computes as the CPU does: ``tests/xla/test_operators.py
 import math
 from functools import lru_cache, wraps
 from inspect import signature
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -127,6 +127,10 @@ def _negative(x: Tensor, options: dict, compute: Callable[[Tensor], Tensor]) -> 
 def _interpolate(interpolate: Callable, x: Tensor, options: dict) -> Tensor:
     """Obey ``scale_factor``, where torch_xla takes the ratio of the sizes."""
     factor, mode = options.get('scale_factor'), options.get('mode', 'nearest')
+    if mode == 'nearest' and x.requires_grad:
+        repeated = _repeat(x, options.get('size'), factor)
+        if repeated is not None:
+            return repeated
     whole = options.get('recompute_scale_factor') or options.get('align_corners')
     if factor is None or whole or mode == 'area' or options.get('antialias'):
         return interpolate(x, **options)
@@ -145,6 +149,26 @@ def _interpolate(interpolate: Callable, x: Tensor, options: dict) -> Tensor:
         ]
         x = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
     return x.to(kind)
+
+
+def _repeat(x: Tensor, size: Any, factor: Any) -> Optional[Tensor]:
+    """Enlarge pictures by whole numbers; None for other sizes.
+
+    torch_xla computes the gradient of ``upsample_nearest2d`` on the host: an execution for each.
+    """
+    if x.dim() != 4:
+        return None
+    given = size if factor is None else factor
+    pair = list(given) if isinstance(given, (list, tuple)) else [given] * 2
+    if factor is None:
+        pair = [new / old for new, old in zip(pair, x.shape[2:])]
+    if any(each != int(each) or each < 1 for each in pair):
+        return None
+    n, c, h, w = x.shape
+    high, wide = int(pair[0]), int(pair[1])
+    # A product, since torch_xla lets copies of an expanded tensor share memory.
+    ones = torch.ones(1, 1, 1, high, 1, wide, dtype=x.dtype, device=x.device)
+    return (x.reshape(n, c, h, 1, w, 1) * ones).reshape(n, c, h * high, w * wide)
 
 
 @lru_cache(maxsize=64)

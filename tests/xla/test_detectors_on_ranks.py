@@ -18,7 +18,7 @@ RANKS = 4
 ITERATIONS, SAVED = 8, 4
 #: Of an iteration that accumulates gradients, and of one that updates weights, too. Each of the 4
 #: and 8 synchronized layers adds two.
-EXECUTIONS = dict(one_stage=(11, 12), two_stages=(23, 24))
+EXECUTIONS = dict(one_stage=(10, 11), two_stages=(20, 21))
 
 
 @DATASETS.register_module(force=True)
