@@ -40,9 +40,10 @@ class Spmd(Placement):
         """Choose the one device that stands for all chips."""
         if env.world_size > 1:
             raise LaunchError(
-                f'accelerator.spmd=True, but {env.world_size} processes were started: one process '
-                f'drives all chips of a host, and several hosts are not supported. Start one: '
-                f'leave --nproc out; for several hosts leave spmd out, too.'
+                f'accelerator.spmd=True, which sharding=True means on torch_xla, but '
+                f'{env.world_size} processes were started: one drives all chips of a host, and '
+                f'several hosts are not supported. Start one: leave --nproc out. For several '
+                f'hosts leave spmd and sharding out.'
             )
         return [accelerator.device()]
 
