@@ -19,6 +19,8 @@ ITERATIONS, SAVED = 8, 4
 #: Of an iteration that accumulates gradients, and of one that updates weights, too. Each of the 4
 #: and 8 synchronized layers adds two.
 EXECUTIONS = dict(one_stage=(10, 11), two_stages=(20, 21))
+#: Of one process for all chips, which synchronizes layers in the graph.
+EXECUTIONS_OF_ONE = dict(one_stage=2, two_stages=4)
 
 
 @DATASETS.register_module(force=True)
@@ -76,11 +78,11 @@ def train(kind, name, work_dir, resumed=None):
     cfg = dict(
         default_scope='mmdet',
         model=detector(name),
-        accelerator=dict(type=kind),
+        accelerator=dict(type='xla', spmd=True) if kind == 'spmd' else dict(type=kind),
         train_dataloader=dict(
             # mmdet's RPN counts a positive anchor more in a picture without boxes.
             dataset=dict(type='mmengine.Scenes', least=int(name == 'two_stages')),
-            batch_size=RANKS // ranks,
+            batch_size=1 if kind == 'spmd' else RANKS // ranks,
             sampler=dict(type='InfiniteSampler', shuffle=False),
             num_workers=0,
             collate_fn=dict(type='pseudo_collate'),
@@ -137,3 +139,20 @@ def test_all_at_once(tmp_path, name):
         executions, compilations = (expected[key][3:-1] for key in ('executions', 'compilations'))
         assert executions == [EXECUTIONS[name][0], EXECUTIONS[name][1], EXECUTIONS[name][0]]
         assert compilations == [0, 0, 0]
+
+
+@pytest.mark.operators
+@pytest.mark.parametrize('name', list(EXECUTIONS))
+def test_one_process_for_all_chips(tmp_path, name):
+    environ = dict(CPU_NUM_DEVICES=str(RANKS))
+    (alone,) = run_ranks(train, 0, 'cpu', name, tmp_path / 'alone')
+    (whole,) = run_ranks(train, 0, 'spmd', name, tmp_path / 'whole', environ=environ)
+    saved = str(tmp_path / 'whole' / f'iter_{SAVED}.pth')
+    (again,) = run_ranks(train, 0, 'spmd', name, tmp_path / 'again', saved, environ=environ)
+    for kind in ('weights', 'ema'):
+        assert largest_difference(whole[kind], again[kind]) == 0
+        assert largest_difference(whole[kind], alone[kind]) <= 1e-5
+    # After two updates, and without the last iteration, which saves.
+    executions, compilations = (whole[key][3:-1] for key in ('executions', 'compilations'))
+    assert executions == [EXECUTIONS_OF_ONE[name]] * 3
+    assert compilations[1:] == [0, 0]  # the first follows the file, whose averages are new inputs
