@@ -26,7 +26,10 @@ names at its start, and suggests the nearest.
 
 The config key `accelerator` is the name of an accelerator, or a dict with its `type`, its
 arguments and these options.""",
-        after='`mmdevplug check CONFIG` names wrong values before a job starts.',
+        after='`mmdevplug check CONFIG` names wrong values before a job starts.\n\n'
+        'Arguments of single accelerators are on their pages: `spmd` of '
+        '[`xla`](torch_xla.md#all-chips-in-one-process), `generation` of [`gcu`](enflame_t20.md), '
+        'and those of [a card of your own](add_an_accelerator.md).',
         titles=('option', 'values', 'default', 'meaning'),
         model_parallel='## Options of `model_parallel`',
         model_parallel_intro="""\
@@ -60,7 +63,9 @@ See [resuming](resuming.md).""",
 ## `accelerator` 的选项
 
 配置键 `accelerator` 是加速器的名称，或一个字典，其中有 `type`、该加速器的参数以及下列选项。""",
-        after='`mmdevplug check CONFIG` 在作业开始之前指出错误的取值。',
+        after='`mmdevplug check CONFIG` 在作业开始之前指出错误的取值。\n\n'
+        '单个加速器的参数见各自的页面：[`xla`](torch_xla.md#一个进程驱动所有芯片) 的 `spmd`，'
+        '[`gcu`](enflame_t20.md) 的 `generation`，以及[您自己的卡](add_an_accelerator.md)的参数。',
         titles=('选项', '取值', '默认值', '含义'),
         model_parallel='## `model_parallel` 的选项',
         model_parallel_intro="""\
