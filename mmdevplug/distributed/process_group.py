@@ -279,11 +279,6 @@ def _start_group(
     fresh = torch_dist.PrefixStore(next_meeting(store, env, 'group'), store)
     place: Any = dict(store=fresh, rank=env.rank, world_size=env.world_size, timeout=timeout)
     by_gloo = 'gloo' in backend or backend == 'staged'
-    if by_gloo and env.single_host:
-        # Connect two ranks with their first message (since PyTorch 2.8): a rank then has some
-        # connections for each group, not one to every other rank. Between hosts all are made
-        # here, where an interface that others do not reach is named.
-        os.environ.setdefault('TORCH_GLOO_LAZY_INIT', '1')
 
     def start() -> None:
         # The others wait inside of PyTorch for a rank that fails here.
