@@ -5,7 +5,7 @@ milliseconds of an iteration (the median of the later ones), its executions, and
 host's memory of all processes together. ``one`` is a single chip with its part of the batch, the
 floor of all ways.
 
-PJRT_DEVICE=CPU python benchmarks/spmd.py [--chips 2] [--models mlp resnet18] [--iters 12]
+PJRT_DEVICE=CPU python benchmarks/spmd.py [--chips 2] [--models mlp resnet18] [--iters 16]
                                          [--json FILE]
 """
 

@@ -187,7 +187,7 @@ def ours_for(kind: type) -> type:
 def with_ours(registry: Registry, cfg: Any, default: object = None) -> Any:
     """Replace the class that a config names by ours, or put ours under it; see :func:`ours_for`.
 
-    ``default`` is the class where a config names none. What is no config is returned as it is.
+    ``default`` is the class if the config names none. Values that are no config stay as they are.
     """
     if not isinstance(cfg, dict):
         return cfg
