@@ -1,14 +1,15 @@
 """Memory that the ranks of one host share.
 
-Each rank makes an anonymous file in memory and opens those of the others through ``/proc``. The
-files have no names, so nothing stays behind when a job is killed. ``/dev/shm`` is not used: it is
-small in containers.
+The first rank of a host makes a file in memory, and the others open it: one for each rank would
+take as many descriptors of each rank as there are ranks.
 """
 
 import mmap
 import os
 import warnings
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+
+from mmdevplug.utils.memory_file import MemoryFile, make_memory_file
 
 #: Gives every rank what each of them passes, of what JSON can write, in the order of ranks.
 Gather = Callable[[Any], List[Any]]
@@ -27,7 +28,28 @@ class SharedPart(NamedTuple):
 
     rank: int
     pid: int
-    memory: mmap.mmap
+    memory: memoryview
+    whole: mmap.mmap  # of all ranks of the host
+    offset: int  # of this part in it, in bytes
+
+    def give_back(self, start: int) -> None:
+        """Give the memory from ``start`` on back to the system; it reads as zeros.
+
+        Raises:
+            OSError: If the system cannot.
+        """
+        if hasattr(mmap, 'MADV_REMOVE'):
+            length = len(self.memory) - start
+            self.whole.madvise(mmap.MADV_REMOVE, self.offset + start, length)
+
+
+def parts_of(whole: mmap.mmap, processes: Dict[int, int]) -> List[SharedPart]:
+    """Cut memory into equal parts, one for each rank of a host; ``processes`` has their pids."""
+    size, all_of_it = len(whole) // len(processes), memoryview(whole)
+    return [
+        SharedPart(rank, pid, all_of_it[place * size :][:size], whole, place * size)
+        for place, (rank, pid) in enumerate(processes.items())
+    ]
 
 
 def share_memory(
@@ -38,27 +60,25 @@ def share_memory(
     Returns that of each of them, or None on all ranks if any could not share. The size, in bytes,
     is the same on all ranks.
     """
-    file, inode, error = None, None, None
+    own: Optional[MemoryFile] = None
+    error = None
     try:
-        file = os.memfd_create('mmdevplug-gradients')
-        inode = os.fstat(file).st_ino
-        os.posix_fallocate(file, 0, size)  # now, while a lack of memory is still an error
+        if rank == here[0]:
+            own = make_memory_file('mmdevplug-gradients', size * len(here))
     except (OSError, AttributeError) as caught:
-        error = f'{type(caught).__name__}: {caught} (asked for {size} bytes)'[:500]
-    files = gather(dict(pid=os.getpid(), file=file, inode=inode, error=error))
-    errors = [other['error'] for other in files]
+        error = f'{type(caught).__name__}: {caught} (asked for {size * len(here)} bytes)'[:500]
+    files, processes, errors = zip(*gather([own, os.getpid(), error]))
     shared: List[SharedPart] = []
     if not any(errors):
         try:
-            shared = [
-                SharedPart(each, files[each]['pid'], _map(files[each], size)) for each in here
-            ]
+            whole = MemoryFile(*files[here[0]]).map(size * len(here))
+            shared = parts_of(whole, {each: processes[each] for each in here})
         except OSError as caught:
             error = f'{type(caught).__name__}: {caught}'[:500]
-        # Each rank keeps its file open until all ranks have opened it: this message waits.
-        errors = gather(error)
-    if file is not None:
-        os.close(file)
+        # The file stays open until all ranks have opened it: this message waits.
+        errors = tuple(gather(error))
+    if own is not None:
+        os.close(own.file)
     if not any(errors):
         return shared
     if rank == 0:
@@ -69,14 +89,3 @@ def share_memory(
             stacklevel=2,
         )
     return None
-
-
-def _map(owner: Dict[str, Any], size: int) -> mmap.mmap:
-    """Map the file of another process."""
-    file = os.open(f'/proc/{owner["pid"]}/fd/{owner["file"]}', os.O_RDWR)
-    try:
-        if os.fstat(file).st_ino != owner['inode']:
-            raise OSError(f'process {owner["pid"]} is another one in this PID namespace')
-        return mmap.mmap(file, size)
-    finally:
-        os.close(file)

@@ -110,7 +110,7 @@ class SharedSums:
         self.parts, self._here, self._size = parts, here, size
         self._between: Any = between
         self._timeout, self._start_thread = timeout, start_thread
-        self._heads = [memoryview(part.memory).cast('q') for part in parts]
+        self._heads = [part.memory.cast('q') for part in parts]
         self._slot_bytes = slot_bytes(len(parts))
         self._waiting: Deque[SharedSum] = deque()  # whose last piece is not under way
         self._pieces: Deque[_Piece] = deque()  # those that this rank has not read
@@ -350,10 +350,9 @@ class SharedSums:
 
     def _give_back(self) -> None:
         """Give the slots of this rank back to the system; they stay where they are."""
-        if self._is_held and hasattr(mmap, 'MADV_REMOVE'):
-            memory = self.parts[self._here].memory
+        if self._is_held:
             with suppress(OSError):  # not every system can: then it stays
-                memory.madvise(mmap.MADV_REMOVE, _HEAD, len(memory) - _HEAD)
+                self.parts[self._here].give_back(_HEAD)
             self._is_held = False
 
 

@@ -90,14 +90,14 @@ def test_a_graph_that_ddp_takes_for_static_shares_memory_too():
 
 
 def without_memory():
-    def fail(name):
-        raise OSError(28, 'no room')
+    def fail(file, size):
+        raise OSError(12, 'no room')
 
-    from mmdevplug.staged import shared_memory
+    from mmdevplug.utils import memory_file
 
     rank = init_device('pytorch', 'cpu').env.rank
     if rank == 1:
-        shared_memory.os.memfd_create = fail
+        memory_file.mmap.mmap = fail
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         found = train()

@@ -12,7 +12,7 @@ from torch import distributed as torch_dist
 
 from mmdevplug.errors import StagedError
 from mmdevplug.staged import shared_sum
-from mmdevplug.staged.shared_memory import SharedPart
+from mmdevplug.staged.shared_memory import parts_of
 from mmdevplug.staged.shared_sum import SharedSums, memory_size
 from mmdevplug.staged.work import StagedWork
 
@@ -218,7 +218,7 @@ def test_no_thread_is_forgotten_when_two_are_started_at_a_time(tmp_path):
 
 def two_ranks():
     """The sums of two ranks of this process, which nothing but the test takes steps of."""
-    parts = [SharedPart(rank, os.getpid(), mmap.mmap(-1, memory_size(2))) for rank in range(2)]
+    parts = parts_of(mmap.mmap(-1, 2 * memory_size(2)), dict.fromkeys(range(2), os.getpid()))
     limit = timedelta(seconds=1)
     return [SharedSums(parts, rank, None, 2, limit, lambda _: True) for rank in range(2)]
 
