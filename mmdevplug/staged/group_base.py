@@ -52,7 +52,7 @@ class GroupBase(_Base):
         self._rank, self._size, self.store, self.limit = rank, size, store, timeout
         # First: others ask for it as soon as this rank is connected.
         store.set(f'staged/process/{rank}', json.dumps([host_name(), os.getpid()]))
-        gloo = torch_dist.ProcessGroupGloo(store, rank, size, timeout)
+        gloo = connect(store, rank, size, timeout)
         debugs = getattr(torch_dist, 'get_debug_level', None)  # since PyTorch 1.11
         if debugs is not None and debugs() == torch_dist.DebugLevel.DETAIL:
             # Compares collectives and shapes of all ranks before each of them.
@@ -345,6 +345,29 @@ class GroupBase(_Base):
             )
         of_one = tensor.numel() // rows if rows else 0
         return [count * of_one for count in splits]
+
+
+def connect(store: 'torch_dist.Store', rank: int, size: int, timeout: timedelta) -> Any:
+    """Make a group of gloo.
+
+    The first group of a process connects all ranks, and so finds the links that do not work. A
+    later one connects two ranks with their first message where PyTorch can (since 2.8): else each
+    group costs each rank a descriptor for every other one.
+    """
+    gloo: Any = torch_dist.ProcessGroupGloo
+    if not torch_dist.is_initialized() or 'lazy_init' not in (gloo.create_device.__doc__ or ''):
+        return gloo(store, rank, size, timeout)
+    options = gloo._Options()
+    options._timeout = timeout
+    interfaces = [name for name in os.environ.get('GLOO_SOCKET_IFNAME', '').split(',') if name]
+    options._devices = [
+        gloo.create_device(interface=name, lazy_init=True) for name in interfaces
+    ] or [gloo.create_default_device(lazy_init=True)]
+    options._threads = 2 * len(options._devices)
+    made = gloo(store, rank, size, options)
+    # The ring: a rank that ends is missed at once by its neighbours, and by others in 30 s.
+    made.allreduce([torch.zeros(1, device='cpu')]).wait()
+    return made
 
 
 def end_all() -> None:
