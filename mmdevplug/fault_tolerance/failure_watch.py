@@ -21,7 +21,7 @@ from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.environments.torchrun import AGENT
 from mmdevplug.errors import RankFailedError, first_line
 from mmdevplug.utils.signals import start_thread
-from mmdevplug.utils.torch_compat import get_text, read_counter, set_text
+from mmdevplug.utils.torch_compat import get_text, set_text
 
 from .abort import GONE, abort, forget_note, note_for_agent, say
 from .heartbeat import (
@@ -38,6 +38,7 @@ from .heartbeat import (
     describe_places,
     list_numbers,
 )
+from .host_events import HostEvents
 from .stack_place import describe_error
 from .stop_together import StopAgreement
 
@@ -94,6 +95,9 @@ class FailureWatch:
     ) -> None:
         self.main_store, self.watch_store, self.env = main_store, watch_store, env
         self.heartbeat = Heartbeat(watch_store, env, 2 * _TICK)
+        # One store serves all ranks.
+        self._pause = min(BEAT_SECONDS, max(_TICK, env.world_size / 512))
+        self.events = HostEvents(watch_store, self.heartbeat.process_table, self._pause)
         self.before_abort: List[Callable[[], Any]] = []
         self._neighbour = (env.rank + 1) % env.world_size
         self.others = [*range(env.rank), *range(env.rank + 1, env.world_size)]
@@ -123,11 +127,9 @@ class FailureWatch:
     # the thread that beats ----------------------------------------------------------------------
 
     def _beat(self) -> None:
-        # One store serves all ranks.
-        pause = min(BEAT_SECONDS, max(_TICK, self.env.world_size / 512))
-        next_beat, beats, events = 0.0, 0, 0
+        next_beat, events = 0.0, 0
         try:
-            self.watch_store.add('events', 0)  # for others to read
+            self.events.begin()
             while not self._stopped.is_set():
                 self._asked = self.heartbeat.now
                 now = time.monotonic()
@@ -138,18 +140,17 @@ class FailureWatch:
                     self._wake.clear()
                     self.heartbeat.publish()
                     self._look_at_neighbour()
-                    if self.env.rank and beats % max(1, self.env.world_size // 64) == 0:
+                    if self.env.rank and 0 not in self.heartbeat.seen:
                         self.heartbeat.read(0)  # for the message if the store is lost
-                    beats += 1
                 self._report_long_wait()
                 if self._stop is not None:
                     self._stop.publish()
-                found = read_counter(self.watch_store, 'events')
+                found = self.events.count()
                 if found != events or self._reread:
                     events, self._reread = found, False
                     self._read_events()
                 self._asked = None
-                self._wake.wait(pause)
+                self._wake.wait(self._pause)
             if self.heartbeat.state == RUNNING:
                 self.heartbeat.state = ENDED
             self.heartbeat.publish()
@@ -231,7 +232,7 @@ class FailureWatch:
         report = dict(by=self.env.rank, own=own, host=self.heartbeat.host, text=text[:4000])
         set_text(self.watch_store, f'{key}/report', json.dumps(report))
         self.watch_store.add(f'{key}/there', 1)
-        self.watch_store.add('events', 1)
+        self.events.add()
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and threading.current_thread() is not self._beating:
             if self.watch_store.add(f'{key}/seen', 0) >= readers:
@@ -291,7 +292,7 @@ class FailureWatch:
         waited = f' for {silence:.0f} s' if silence >= 1 else ''
         place = f'{self.env.master_addr}:{self.env.master_port}'
         lost = f'the store at {place}, which has not answered{waited} ({first_line(error)})'
-        holder = self.heartbeat.describe(0)
+        holder = self.heartbeat.name(0)
         if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
             pid = os.environ.get(AGENT) if self.env.single_host else None
             which = f'(pid {pid})' if pid else 'of the host of rank 0'

@@ -74,7 +74,7 @@ class Heartbeat:
         #: The phase of the last beat.
         self.published: Optional[Tuple[str, float]] = None
         self._count = 0
-        self.host, self._process_table = socket.gethostname(), _process_table()
+        self.host, self.process_table = socket.gethostname(), _process_table()
         #: The newest beats that were read, by rank.
         self.seen: Dict[int, Beat] = {}
         self._present = {env.rank}
@@ -105,7 +105,7 @@ class Heartbeat:
             round(seconds, 1),
             self.host,
             os.getpid(),
-            self._process_table,
+            self.process_table,
             self.lost_at or describe_stack(stack, seconds >= DETAILED_SECONDS),
             self.patience,
         )
@@ -144,16 +144,21 @@ class Heartbeat:
     def process_state(self, rank: int) -> str:
         """The state of a rank's process, as in ``/proc``; '' if it is on another host."""
         found = self.seen.get(rank)
-        if found is None or found.process_table != self._process_table:
+        if found is None or found.process_table != self.process_table:
             return ''
         return process_state(found.pid)
 
     def describe(self, rank: int) -> str:
         """Name a rank, its host and what it does, as last seen."""
+        name = self.name(rank)
+        return f'{name}, {self._doing(rank)}' if rank in self.seen else name
+
+    def name(self, rank: int) -> str:
+        """Name a rank, its host and its process, if it has been seen."""
         name, found = f'rank {rank} of {self._env.world_size}', self.seen.get(rank)
         if found is None:
             return f'{name} (which has not started)'
-        return f'{name} on host {found.host} (pid {found.pid}), {self._doing(rank)}'
+        return f'{name} on host {found.host} (pid {found.pid})'
 
     def _doing(self, rank: int) -> str:
         beat, silence = self.seen.get(rank), self.silence(rank)

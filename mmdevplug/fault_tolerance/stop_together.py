@@ -52,7 +52,7 @@ class StopAgreement:
         if store.add(f'{self.keys}/count', 1) == 1:
             set_text(store, f'{self.keys}/why', json.dumps(why))
             store.add(f'{self.keys}/there', 1)
-            store.add('events', 1)
+            self._watch.events.add()
 
     def read(self) -> None:
         """Read a request of any rank from the store."""

@@ -13,6 +13,7 @@ import torch
 from mmengine.registry import RUNNERS
 from torch import distributed as torch_dist, nn
 
+from mmdevplug.fault_tolerance.host_events import HostEvents
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config, install_card
 from tests.ranks import RanksFailed, free_port, launch_variables, run_ranks
 
@@ -388,7 +389,7 @@ class Watch:
     """What a stop agreement asks of the watch of a rank."""
 
     def __init__(self, store, rank=0, world_size=1):
-        self.watch_store = store
+        self.watch_store, self.events = store, HostEvents(store, '', 0)
         self.env = types.SimpleNamespace(rank=rank, world_size=world_size)
         self.trainings = 0
 

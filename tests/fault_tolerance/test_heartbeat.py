@@ -138,10 +138,10 @@ def count_operations(seconds):
             count[0] += 1
             return getattr(own, name)
 
-    watch.watch_store = watch.heartbeat._store = Counting()
+    watch.watch_store = watch.heartbeat._store = watch.events._store = Counting()
     time.sleep(seconds)
     found = count[0]
-    watch.watch_store = watch.heartbeat._store = own
+    watch.watch_store = watch.heartbeat._store = watch.events._store = own
     wait_for_everyone('the end')
     return found
 
