@@ -14,7 +14,7 @@ from tests.jobs import ROOT
 DOCS = ROOT / 'docs'
 EN, ZH = DOCS / 'en', DOCS / 'zh_cn'
 NAMES = sorted(path.name for path in EN.glob('*.md'))
-READMES = [ROOT / 'README.md', ROOT / 'README_zh-CN.md', ROOT / 'tests/standins/README.md']
+READMES = [ROOT / 'README.md', ROOT / 'README_zh-CN.md', ROOT / 'standins/README.md']
 #: Both languages of what lies beside the README, but for the changes, which are in English.
 TOP = [
     (ROOT / f'{name}.md', ROOT / f'{name}_zh-CN.md')

@@ -94,7 +94,7 @@ def prepare(options):
 
 def install_standin(device):
     """Import the package of a vendor's card before MMEngine, as on a machine with such cards."""
-    standins = ROOT / 'tests' / 'standins'
+    standins = ROOT / 'standins'
     paths = [standins / 'native' / device, standins / 'native', standins / 'fakecard']
     sys.path[:0] = map(str, paths)
     os.environ['PYTHONPATH'] = os.pathsep.join([*map(str, paths), str(ROOT)])
