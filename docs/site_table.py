@@ -183,7 +183,7 @@ def _plain(said: Any) -> str:
 def main() -> None:
     """Write both pages."""
     sys.path.insert(0, str(DOCS.parent))
-    from tests.sites.rows import ROWS
+    from docs.sites.rows import ROWS
 
     columns = load(RESULTS)
     for language, texts in LANGUAGES.items():
