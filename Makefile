@@ -203,7 +203,7 @@ test-numbers: install standins install-xla install-tpu  ## Compare operators of 
 	PJRT_DEVICE=CPU $(BIN_XLA)/python -m $(NUMBERS) xla --plain --json docs/numbers/xla_plain.json
 	PYTHONPATH=.:standins/lazy $(BIN)/python -m $(NUMBERS) lazy --json docs/numbers/lazy.json
 	$(ON_TPU) $(BIN_TPU)/python -m $(NUMBERS) tpu --json docs/numbers/tpu.json
-	$(ON_CARD) $(BIN)/python -m $(NUMBERS) zeta --card-config tests/conformance/stand_in.py --json docs/numbers/zeta.json
+	$(ON_CARD) $(BIN)/python -m $(NUMBERS) zeta --card-config standins/fakecard/zeta_config.py --json docs/numbers/zeta.json
 	$(BIN)/python docs/numbers_page.py
 
 test-configs-xla: install-xla  ## Compare first steps of released configs on torch_xla with the CPU's, write docs/*/numbers.md
