@@ -55,7 +55,7 @@ KINDS ?=
 # Graphs of tests are small and many: compiling them is what takes time.
 ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
-NUMBERS := tests.conformance.numbers --accelerator
+NUMBERS := docs.numbers.operators --accelerator
 ON_CARD := FAKECARD_NAME=zeta FAKECARD_COUNT=1 PYTHONPATH=.:standins/fakecard
 
 # TorchTPU warns of every name in torch.tpu that may change.
@@ -207,7 +207,7 @@ test-numbers: install standins install-xla install-tpu  ## Compare operators of 
 	$(BIN)/python docs/numbers_page.py
 
 test-configs-xla: install-xla  ## Compare first steps of released configs on torch_xla with the CPU's, write docs/*/numbers.md
-	$(ON_XLA) $(BIN_XLA)/python -m tests.conformance.configs --accelerator xla --json docs/numbers/configs_xla.json
+	$(ON_XLA) $(BIN_XLA)/python -m docs.numbers.configs --accelerator xla --json docs/numbers/configs_xla.json
 	$(BIN)/python docs/numbers_page.py
 
 test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits
@@ -268,7 +268,7 @@ docs-tables: install  ## Write the pages that are made from the source
 	for page in options_page cli_page patch_table; do $(BIN)/python docs/$$page.py || exit 1; done
 
 docs-resume: install  ## Resume every schedule with every optimizer, write docs/*/resuming.md
-	$(BIN)/python -m tests.checkpoint.resume_table docs/resume
+	$(BIN)/python -m docs.resume.measure docs/resume
 	$(BIN)/python docs/resume_table.py
 
 docs-sites: install install-xla  ## Look at MMEngine's device assumptions, write docs/*/device_sites.md

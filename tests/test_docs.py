@@ -306,7 +306,7 @@ def test_no_command_replaces_a_torch_or_the_environment_of_make(page):
                 assert own or 'torch==$(python -c' in line, line
 
 
-PATH = re.compile(r'`((?:configs|tools|benchmarks|demo|docs|tests|mmdevplug)/[\w./*-]+)`')
+PATH = re.compile(r'`((?:configs|tools|benchmarks|demo|docs|standins|tests|mmdevplug)/[\w./*-]+)`')
 INLINE = re.compile(r'`(mmdevplug [a-z][^`]*|python \w+/\w+\.py[^`]*)`')
 
 
