@@ -217,16 +217,16 @@ test-pytorch: install  ## Run PyTorch's own tests of collectives and of DDP over
 ifeq ($(wildcard $(PEERS_TORCH)),)
 	@echo "Only the tests that PyTorch installs: no sources at $(PEERS_TORCH). For more: make test-pytorch PEERS_TORCH=sources-of-pytorch"
 endif
-	$(BIN)/python tests/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device cpu
-	$(BIN)/python tests/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device zeta
+	$(BIN)/python tools/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device cpu
+	$(BIN)/python tools/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device zeta
 
 test-peers: install install-xla test-pytorch  ## Run PyTorch's own tests and, if $(PEERS) is there, MMEngine's on the CPU, torch_xla and a stand-in
 ifeq ($(wildcard $(PEERS)),)
 	@echo "Skipped: no tests of MMEngine at $(PEERS). To run them: make test-peers PEERS=sources-of-mmengine.tar.gz"
 else
-	$(BIN)/python tests/peers/run.py $(PEERS) --device cpu
-	$(BIN)/python tests/peers/run.py $(PEERS) --device npu
-	$(ON_XLA) $(BIN_XLA)/python tests/peers/run.py $(PEERS) --device xla
+	$(BIN)/python tools/peers/run.py $(PEERS) --device cpu
+	$(BIN)/python tools/peers/run.py $(PEERS) --device npu
+	$(ON_XLA) $(BIN_XLA)/python tools/peers/run.py $(PEERS) --device xla
 endif
 
 test-cuda: install  ## Run the tests that need a GPU

@@ -255,7 +255,7 @@ def check_ours(command, arguments):
 def check_script(path, arguments):
     script = ROOT / path
     assert script.is_file(), path
-    if path.startswith('tools/'):
+    if script.parent == ROOT / 'tools':
         check_ours(script.stem, arguments)
         return
     asked = {word.split('=')[0] for word in arguments if word.startswith('--')}

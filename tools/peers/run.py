@@ -20,7 +20,7 @@ KNOWN = Path(__file__).with_name('known.txt')
 PORTS = ('MASTER_PORT', 'MultiProcessTestCase', 'setup_dist_env')
 
 sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path) != Path(__file__).parent)]
-from tests.peers.files import read_known, report, run_files  # noqa: E402
+from tools.peers.files import read_known, report, run_files  # noqa: E402
 
 
 def parse(arguments):
@@ -80,7 +80,7 @@ def prepare(options):
         import torch_xla  # noqa: F401
     elif options.device not in ('cpu', 'cuda'):
         install_standin(options.device)
-    from tests.peers.active import Active, activate, share_processes
+    from tools.peers.active import Active, activate, share_processes
 
     plugins = []
     if not options.stock:
