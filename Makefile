@@ -55,8 +55,8 @@ KINDS ?=
 # Graphs of tests are small and many: compiling them is what takes time.
 ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
-NUMBERS := tests.conformance.numbers --accelerator
-ON_CARD := FAKECARD_NAME=zeta FAKECARD_COUNT=1 PYTHONPATH=.:tests/standins/fakecard
+NUMBERS := docs.numbers.operators --accelerator
+ON_CARD := FAKECARD_NAME=zeta FAKECARD_COUNT=1 PYTHONPATH=.:standins/fakecard
 
 # TorchTPU warns of every name in torch.tpu that may change.
 ON_TPU := TPU_ON_CPU=1 PYTHONWARNINGS="ignore:<TorchTpu/"
@@ -117,14 +117,14 @@ endif
 install-tpu: $(STAMP_TPU)  ## Make $(VENV_TPU), with torch 2.13 and TorchTPU on the CPU
 
 # XLA's plugin for the CPU asks for JAX, which nothing here uses; our libtpu compiles 100 lines of C.
-$(STAMP_TPU): setup.py $(wildcard tests/standins/tpu_on_cpu/*.py tests/standins/tpu_on_cpu/libtpu/*)
+$(STAMP_TPU): setup.py $(wildcard standins/tpu_on_cpu/*.py standins/tpu_on_cpu/libtpu/*)
 	$(PYTHON) -m venv $(VENV_TPU)
 	$(PIP_TPU) install --upgrade pip "setuptools<81" wheel
 	$(PIP_TPU) install torch==2.13.0
 	$(PIP_TPU) install "$(MMCV)"
 	$(PIP_TPU) install --no-build-isolation -e ".[mmengine,examples,dev]"
 	$(PIP_TPU) install --no-deps lammps-jax-pjrt-cpu==0.11.2
-	$(PIP_TPU) install --no-build-isolation --force-reinstall --no-deps tests/standins/tpu_on_cpu
+	$(PIP_TPU) install --no-build-isolation --force-reinstall --no-deps standins/tpu_on_cpu
 	$(PIP_TPU) install torch_tpu==0.2.0 torch==2.13.0
 	$(BIN_TPU)/python .ci/link_configs.py
 	touch $@
@@ -156,8 +156,8 @@ lint: install  ## Check style, types, and that the package is Python 3.8
 	$(BIN)/vermin -t=3.8- --no-tips mmdevplug tools demo
 
 # Compiled once for each release of PyTorch, into the folder for temporary files.
-standins: install  ## Compile the stand-in cards of the tests
-	PATH="$$(cd $(BIN) && pwd):$$PATH" PYTHONPATH=tests/standins/fakecard:tests/standins/native $(BIN)/python -c "import card, native_card; card.build(); card.build_extension('native_group', native_card.GROUP)"
+standins: install  ## Compile the stand-in cards
+	PATH="$$(cd $(BIN) && pwd):$$PATH" PYTHONPATH=standins/fakecard:standins/native $(BIN)/python -c "import card, native_card; card.build(); card.build_extension('native_group', native_card.GROUP)"
 
 test: lint standins  ## Run the tests that need neither torch_xla nor a GPU, without those that take long
 	$(BIN)/python $(PYTEST) -m "not cuda and not xla and not tpu and not opencl and not t20 and not long"
@@ -192,7 +192,7 @@ test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
 
 test-t20: install-t20  ## Run the tests on a stand-in T20, and those on the CPU whose code has a branch for it, on 1.10
 	$(BIN_T20)/python $(PYTEST_T20) $(KINDS) -m t20 tests/t20 tests/features
-	PYTHONPATH=tests/standins/t20 TOPS_VISIBLE_DEVICES=0,1 $(BIN_T20)/python -m pytest tests/conformance --accelerator gcu
+	PYTHONPATH=standins/t20 TOPS_VISIBLE_DEVICES=0,1 $(BIN_T20)/python -m pytest tests/conformance --accelerator gcu
 	$(BIN_T20)/python $(PYTEST_T20) --with-branches -m "not cuda and not xla and not tpu and not opencl and not t20 and not long"
 
 test-tpu: install-tpu  ## Run the tests on TorchTPU's released package, over XLA's plugin for the CPU
@@ -201,13 +201,13 @@ test-tpu: install-tpu  ## Run the tests on TorchTPU's released package, over XLA
 test-numbers: install standins install-xla install-tpu  ## Compare operators of devices with the CPU's, write docs/*/numbers.md
 	PJRT_DEVICE=CPU $(BIN_XLA)/python -m $(NUMBERS) xla --json docs/numbers/xla.json
 	PJRT_DEVICE=CPU $(BIN_XLA)/python -m $(NUMBERS) xla --plain --json docs/numbers/xla_plain.json
-	PYTHONPATH=.:tests/standins/lazy $(BIN)/python -m $(NUMBERS) lazy --json docs/numbers/lazy.json
+	PYTHONPATH=.:standins/lazy $(BIN)/python -m $(NUMBERS) lazy --json docs/numbers/lazy.json
 	$(ON_TPU) $(BIN_TPU)/python -m $(NUMBERS) tpu --json docs/numbers/tpu.json
-	$(ON_CARD) $(BIN)/python -m $(NUMBERS) zeta --card-config tests/conformance/stand_in.py --json docs/numbers/zeta.json
+	$(ON_CARD) $(BIN)/python -m $(NUMBERS) zeta --card-config standins/fakecard/zeta_config.py --json docs/numbers/zeta.json
 	$(BIN)/python docs/numbers_page.py
 
 test-configs-xla: install-xla  ## Compare first steps of released configs on torch_xla with the CPU's, write docs/*/numbers.md
-	$(ON_XLA) $(BIN_XLA)/python -m tests.conformance.configs --accelerator xla --json docs/numbers/configs_xla.json
+	$(ON_XLA) $(BIN_XLA)/python -m docs.numbers.configs --accelerator xla --json docs/numbers/configs_xla.json
 	$(BIN)/python docs/numbers_page.py
 
 test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits
@@ -217,16 +217,16 @@ test-pytorch: install  ## Run PyTorch's own tests of collectives and of DDP over
 ifeq ($(wildcard $(PEERS_TORCH)),)
 	@echo "Only the tests that PyTorch installs: no sources at $(PEERS_TORCH). For more: make test-pytorch PEERS_TORCH=sources-of-pytorch"
 endif
-	$(BIN)/python tests/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device cpu
-	$(BIN)/python tests/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device zeta
+	$(BIN)/python tools/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device cpu
+	$(BIN)/python tools/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device zeta
 
 test-peers: install install-xla test-pytorch  ## Run PyTorch's own tests and, if $(PEERS) is there, MMEngine's on the CPU, torch_xla and a stand-in
 ifeq ($(wildcard $(PEERS)),)
 	@echo "Skipped: no tests of MMEngine at $(PEERS). To run them: make test-peers PEERS=sources-of-mmengine.tar.gz"
 else
-	$(BIN)/python tests/peers/run.py $(PEERS) --device cpu
-	$(BIN)/python tests/peers/run.py $(PEERS) --device npu
-	$(ON_XLA) $(BIN_XLA)/python tests/peers/run.py $(PEERS) --device xla
+	$(BIN)/python tools/peers/run.py $(PEERS) --device cpu
+	$(BIN)/python tools/peers/run.py $(PEERS) --device npu
+	$(ON_XLA) $(BIN_XLA)/python tools/peers/run.py $(PEERS) --device xla
 endif
 
 test-cuda: install  ## Run the tests that need a GPU
@@ -268,7 +268,7 @@ docs-tables: install  ## Write the pages that are made from the source
 	for page in options_page cli_page patch_table; do $(BIN)/python docs/$$page.py || exit 1; done
 
 docs-resume: install  ## Resume every schedule with every optimizer, write docs/*/resuming.md
-	$(BIN)/python -m tests.checkpoint.resume_table docs/resume
+	$(BIN)/python -m docs.resume.measure docs/resume
 	$(BIN)/python docs/resume_table.py
 
 docs-sites: install install-xla  ## Look at MMEngine's device assumptions, write docs/*/device_sites.md

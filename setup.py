@@ -105,7 +105,7 @@ class BuildWithMim(build_py):
             source = ROOT / name
             if source.is_dir():
                 # Without what developers use in a checkout.
-                left_out = shutil.ignore_patterns('__pycache__', '*.pyc', 'compat*')
+                left_out = shutil.ignore_patterns('__pycache__', '*.pyc', 'compat*', 'peers')
                 shutil.copytree(source, target / name, ignore=left_out)
             elif source.is_file():
                 shutil.copy2(source, target / name)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmdevplug import DeviceDistributedDataParallel, init_device
 from mmdevplug.accelerators import CPUAccelerator
 
-STANDINS = Path(__file__).parents[1] / 'tests' / 'standins'
+STANDINS = Path(__file__).parents[1] / 'standins'
 CARDS = STANDINS / 'fakecard'
 #: The name that the stand-in for an eager card gets.
 CARD = 'zeta'

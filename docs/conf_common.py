@@ -76,8 +76,8 @@ class LinksBetweenLanguages(SphinxTransform):
                 uri = f'../{language}/{rest[0]}.html'
                 node.replace_self(nodes.reference('', '', *node.children, refuri=uri))
             else:
-                # A page of the repository in no document, e.g. tests/standins/README.md: its
-                # name goes behind the text of the link, unless that is the name.
+                # A page of the repository in no document, e.g. standins/README.md: its name goes
+                # behind the text of the link, unless that is the name.
                 name = f'{page.relative_to(ROOT)}.md'
                 after = [] if name in node.astext() else [nodes.Text(f' ({name})')]
                 node.replace_self([*node.children, *after])

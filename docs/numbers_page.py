@@ -47,7 +47,7 @@ Released configs are made small (pictures of 64 × 64, ResNet-18 of half its wid
 ResNet-50, SGD, no random augmentation), and the first step is compared as
 [`mmdevplug check`](check.md) does: outputs, gradients, buffers. Before means without the operators
 that mmdevplug replaces. Configs that take more than 100 seconds are named and not compared.
-`make test-configs-xla` measures all of `tests/conformance/configs.py`; the table has those that
+`make test-configs-xla` measures all of `docs/numbers/configs.py`; the table has those that
 were measured so far. Where `native_batch_norm` differs, it is `running_var`: torch_xla divides by
 the number of elements, PyTorch by one less, which shows where a layer normalizes few of them.
 In `resnet18_8xb16_cifar10` a gradient before a ReLU is zero on one of the devices alone, while
@@ -88,7 +88,7 @@ each operator agrees: probably a value that rounding puts on the other side of z
 把发布的配置缩小（64 × 64 的图片，以宽度减半的 ResNet-18 代替 ResNet-50，SGD，没有随机增强），
 第一步的输出、梯度和缓冲区像 [`mmdevplug check`](check.md) 那样比较。
 “之前”指没有 mmdevplug 替换的算子。耗时超过 100 秒的配置只列出，不比较。
-`make test-configs-xla` 测量 `tests/conformance/configs.py` 中的全部配置；表中是目前已测量的。
+`make test-configs-xla` 测量 `docs/numbers/configs.py` 中的全部配置；表中是目前已测量的。
 `native_batch_norm` 的不同在于 `running_var`：torch_xla 除以元素个数，PyTorch 除以其减一，
 在元素很少的层上可见。
 `resnet18_8xb16_cifar10` 中，某个 ReLU 之前的梯度只在其中一个设备上为零，而每个算子单独计算都相同：
@@ -106,7 +106,7 @@ each operator agrees: probably a value that rounding puts on the other side of z
 )
 COMMAND = """\
 ```bash
-python -m tests.conformance.numbers --accelerator acme --json acme.json
+python -m docs.numbers.operators --accelerator acme --json acme.json
 ```"""
 
 

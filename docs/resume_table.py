@@ -1,6 +1,6 @@
 """Write ``docs/en/resuming.md`` and ``docs/zh_cn/resuming.md`` from what was measured.
 
-``tests/checkpoint/resume_table.py`` writes the figures; see the text below for the commands.
+``docs/resume/measure.py`` writes the figures; see the text below for the commands.
 """
 
 import json
@@ -11,7 +11,7 @@ from tables import DOCS, table, write_pages
 RESULTS = DOCS / 'resume' / 'cpu.json'
 
 COMMANDS = """```bash
-python -m tests.checkpoint.resume_table docs/resume
+python -m docs.resume.measure docs/resume
 python docs/resume_table.py
 ```"""
 

@@ -43,8 +43,8 @@ mmdevplug, in 2 ranks over gloo (last column: over the card's own backend).""",
   reports no memory, and the T20's package has no functions for memory, seeds or profiles.
 - *—*: the row is about another device or a vendor's backend. In the column of the PrivateUse1 card
   the card of these rows is named `npu`.
-- [tests/standins](../../tests/standins/README.md) describes the stand-ins; `torch_npu` and `hccl`
-  are stand-ins, too. torch_xla runs on PJRT's CPU client.""",
+- [standins](../../standins/README.md) describes the stand-ins; `torch_npu` and `hccl` are among
+  them. torch_xla runs on PJRT's CPU client.""",
         how="""\
 ## How
 
@@ -92,7 +92,7 @@ or the path of a file.""",
 - *无*：设备没有此类功能。惰性设备没有可清空的缓存，PJRT 的 CPU 客户端不提供内存信息，T20 的包没有
   内存、种子或性能分析函数。
 - *—*：该行涉及另一种设备或厂商后端。在 PrivateUse1 卡一列中，这些行的卡名为 `npu`。
-- 替身的说明见 [tests/standins](../../tests/standins/README.md)；`torch_npu` 与 `hccl` 同样是替身。
+- 替身的说明见 [standins](../../standins/README.md)；`torch_npu` 与 `hccl` 同样是替身。
   torch_xla 运行在 PJRT 的 CPU 客户端上。""",
         how="""\
 ## 实现方式
@@ -183,7 +183,7 @@ def _plain(said: Any) -> str:
 def main() -> None:
     """Write both pages."""
     sys.path.insert(0, str(DOCS.parent))
-    from tests.sites.rows import ROWS
+    from docs.sites.rows import ROWS
 
     columns = load(RESULTS)
     for language, texts in LANGUAGES.items():

@@ -31,7 +31,7 @@ LONG = (
 
 
 # Processes of tests and workers of pytest-xdist collect garbage seldom, see there.
-_QUICK = str(Path(__file__).parent / 'standins' / 'quick')
+_QUICK = str(Path(__file__).parents[1] / 'standins' / 'quick')
 if _QUICK not in os.environ.get('PYTHONPATH', '').split(os.pathsep):
     _others = os.environ.get('PYTHONPATH')
     os.environ['PYTHONPATH'] = os.pathsep.join([_QUICK, *([_others] if _others else [])])

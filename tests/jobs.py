@@ -59,10 +59,10 @@ needs_bfloat16 = pytest.mark.skipif(
 
 #: Folders for a process that starts afresh: without transformers, which takes long, and with few
 #: garbage collections.
-LEAN = [str(ROOT / 'tests' / 'standins' / name) for name in ('lean', 'quick')]
+LEAN = [str(ROOT / 'standins' / name) for name in ('lean', 'quick')]
 #: PYTHONPATH of a process that starts afresh; what this one has may be where MMEngine is.
 PATHS = os.pathsep.join(
-    [str(ROOT), *LEAN, str(ROOT / 'tests' / 'standins' / 'lazy')]
+    [str(ROOT), *LEAN, str(ROOT / 'standins' / 'lazy')]
     + [path for path in [os.environ.get('PYTHONPATH')] if path]
 )
 

@@ -24,7 +24,7 @@ import pytest
 from tests.jobs import LEAN, ROOT
 from tests.ranks import run_ranks
 
-STANDINS = ROOT / 'tests' / 'standins'
+STANDINS = ROOT / 'standins'
 
 #: For each device type the vendor's package and its backend.
 CARDS = dict(

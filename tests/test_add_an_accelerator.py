@@ -20,7 +20,7 @@ from tests.needs_card import needs_card
 from tests.ranks import run_ranks
 
 EXAMPLES = ROOT / 'docs' / 'examples'
-STANDINS = [ROOT / 'tests' / 'standins' / name for name in ('acme', 'fakecard')]
+STANDINS = [ROOT / 'standins' / name for name in ('acme', 'fakecard')]
 #: Without batch normalization, so that only the device differs.
 SHORT = ['model.norm=False', 'train_cfg.max_epochs=2', 'train_cfg.val_interval=2']
 

@@ -14,7 +14,7 @@ from tests.jobs import ROOT
 DOCS = ROOT / 'docs'
 EN, ZH = DOCS / 'en', DOCS / 'zh_cn'
 NAMES = sorted(path.name for path in EN.glob('*.md'))
-READMES = [ROOT / 'README.md', ROOT / 'README_zh-CN.md', ROOT / 'tests/standins/README.md']
+READMES = [ROOT / 'README.md', ROOT / 'README_zh-CN.md', ROOT / 'standins/README.md']
 #: Both languages of what lies beside the README, but for the changes, which are in English.
 TOP = [
     (ROOT / f'{name}.md', ROOT / f'{name}_zh-CN.md')
@@ -255,7 +255,7 @@ def check_ours(command, arguments):
 def check_script(path, arguments):
     script = ROOT / path
     assert script.is_file(), path
-    if path.startswith('tools/'):
+    if script.parent == ROOT / 'tools':
         check_ours(script.stem, arguments)
         return
     asked = {word.split('=')[0] for word in arguments if word.startswith('--')}
@@ -306,7 +306,7 @@ def test_no_command_replaces_a_torch_or_the_environment_of_make(page):
                 assert own or 'torch==$(python -c' in line, line
 
 
-PATH = re.compile(r'`((?:configs|tools|benchmarks|demo|docs|tests|mmdevplug)/[\w./*-]+)`')
+PATH = re.compile(r'`((?:configs|tools|benchmarks|demo|docs|standins|tests|mmdevplug)/[\w./*-]+)`')
 INLINE = re.compile(r'`(mmdevplug [a-z][^`]*|python \w+/\w+\.py[^`]*)`')
 
 

@@ -220,7 +220,7 @@ def test_accelerate_divides_batches_and_averages_over_ranks(tmp_path):
 def test_a_script_runs_on_the_stand_in():
     pytest.importorskip('trl', reason="needs the extra 'loops'")
     need_card()
-    paths = [str(ROOT), str(ROOT / 'tests' / 'standins' / 'fakecard')]
+    paths = [str(ROOT), str(ROOT / 'standins' / 'fakecard')]
     script = str(FOLDER / 'plain_pytorch.py')
     done = start(script, 'zeta:0,1', PYTHONPATH=os.pathsep.join(paths), FAKECARD_NAME='zeta')
     assert done.returncode == 0, done.stderr

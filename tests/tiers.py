@@ -211,18 +211,19 @@ _OLDER = re.compile(
 def has_a_branch(path):
     """Whether tests of a file are repeated on PyTorch 1.10.
 
-    They are if the file, or a helper beside it that it imports, imports a module of the package
-    that does something else on an older release.
+    They are if the file, or a helper that it imports, imports a module of the package that does
+    something else on an older release. Helpers lie beside it, or in the folder of docs/ whose page
+    is made of what it finds.
     """
     path, todo, seen = Path(path), [Path(path)], set()
+    places = {path.parent, ROOT / 'docs' / path.parent.name} - {ROOT / 'tests'}
     while todo:
         each = todo.pop()
         seen.add(each)
         for module in map(_file_of, _imports(each)):
             if PACKAGE in module.parents and _OLDER.search(module.read_text()):
                 return True
-            beside = module.parent == path.parent != ROOT / 'tests'
-            if beside and module not in seen:
+            if module.parent in places and module not in seen:
                 todo.append(module)
     return False
 

@@ -30,7 +30,7 @@ from tests.jobs import install_card, need_card, needs_scaler
 from tests.ranks import run_ranks, start_process
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / 'tests' / 'standins' / 'native'))
+sys.path.append(str(ROOT / 'standins' / 'native'))
 import vendor_names  # noqa: E402
 
 NAMES = """

@@ -7,7 +7,7 @@ import sys
 
 from tests.jobs import PATHS, ROOT
 
-STANDIN = str(ROOT / 'tests' / 'standins' / 'fakecard')
+STANDIN = str(ROOT / 'standins' / 'fakecard')
 CONFIG = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
 #: Variables of this test run that would be findings of their own.
 CLEAN = dict.fromkeys(['RANK', 'WORLD_SIZE', 'MASTER_PORT', 'GLOO_SOCKET_IFNAME'])

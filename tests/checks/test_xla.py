@@ -11,7 +11,7 @@ pytestmark = pytest.mark.xla
 
 
 def test_t20_stand_in(monkeypatch):
-    standin = ROOT / 'tests' / 'standins' / 't20'
+    standin = ROOT / 'standins' / 't20'
     for name, value in environment(standin, TOPS_VISIBLE_DEVICES='0,1').items():
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(str(standin))

@@ -9,7 +9,7 @@ from mmdevplug.cli.common import run
 from tests.jobs import ROOT
 from tests.ranks import run_ranks
 
-STANDIN = str(ROOT / 'tests' / 'standins' / 'fakecard')
+STANDIN = str(ROOT / 'standins' / 'fakecard')
 
 
 def check(arguments, folder):

@@ -19,7 +19,7 @@ from tests.ranks import free_port
 
 CONFIG = 'configs/digits/digits_cpu.py'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
-STANDIN = str(ROOT / 'tests' / 'standins' / 'fakecard')
+STANDIN = str(ROOT / 'standins' / 'fakecard')
 
 
 def mmdevplug(*arguments, **environ):

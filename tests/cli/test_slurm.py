@@ -10,7 +10,7 @@ import pytest
 
 from tests.jobs import PATHS, ROOT, ranks_of
 
-STANDINS = ROOT / 'tests' / 'standins' / 'slurm'
+STANDINS = ROOT / 'standins' / 'slurm'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
 
 

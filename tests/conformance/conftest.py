@@ -1,13 +1,12 @@
 """The accelerators that are looked at: the one that was asked for, or the CPU and a stand-in."""
 
-from pathlib import Path
-
 import card
 import pytest
 
 from tests.conformance.card import Asked
+from tests.jobs import ROOT
 
-STAND_IN = str(Path(__file__).parent / 'stand_in.py')
+STAND_IN = str(ROOT / 'standins' / 'fakecard' / 'zeta_config.py')
 
 
 def pytest_generate_tests(metafunc):

@@ -9,7 +9,7 @@ from tests.conformance.test_operations import compare_operations
 from tests.needs_card import needs_card
 from tests.ranks import RanksFailed
 
-BROKEN = "custom_imports = dict(imports=['tests.conformance.broken_card'])\naccelerator = 'zeta'\n"
+BROKEN = "custom_imports = dict(imports=['broken_card'])\naccelerator = 'zeta'\n"
 #: Of operations.
 NAMES = ['add', 'nn.functional.silu']
 

@@ -105,8 +105,8 @@ def infer(accelerator):
     """What an inferencer predicts on a device, and the same model on the host."""
     from mmengine.model import revert_sync_batchnorm
 
+    from docs.sites.parts import SiteInferencer, SiteNet
     from mmdevplug import patch_mmengine
-    from tests.sites.parts import SiteInferencer, SiteNet
 
     install_card(accelerator)
     patch_mmengine(accelerator)

@@ -207,7 +207,7 @@ def test_hosts_with_unlike_numbers_of_ranks(tmp_path):
     found = available()
     if not found.possible:
         pytest.skip(found.reason)
-    paths = [str(ROOT), str(ROOT / 'tests' / 'standins' / 'fakecard')]
+    paths = [str(ROOT), str(ROOT / 'standins' / 'fakecard')]
     jobs = []
     with Hosts(2) as hosts:
         for number, (host, local_rank, local_size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):

@@ -227,7 +227,7 @@ def test_a_process_group_without_variables_needs_the_local_rank():
         assert 'Set RANK WORLD_SIZE LOCAL_RANK before, or pass env=' in found
 
 
-CARD = ROOT / 'tests' / 'standins' / 'fakecard'
+CARD = ROOT / 'standins' / 'fakecard'
 #: Each rank writes what it finds.
 SCRIPT = """
 import json, os, sys

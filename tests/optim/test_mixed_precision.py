@@ -342,7 +342,7 @@ def test_amp_on_the_command_line(tmp_path, accelerator):
         f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}]\n'
         f'custom_imports = dict(imports={imports})\n'
     )
-    standin = ROOT / 'tests' / 'standins' / 'fakecard'
+    standin = ROOT / 'standins' / 'fakecard'
     environ = dict(os.environ, OMP_NUM_THREADS='1', FAKECARD_NAME='zeta')
     environ['PYTHONPATH'] = os.pathsep.join([PATHS, str(standin)])
     done = python(

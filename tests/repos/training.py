@@ -24,7 +24,7 @@ from mmengine.runner import Runner
 
 from tests.jobs import base_config_of, install_card, weights_of
 
-T20_STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
+T20_STANDIN = str(Path(__file__).parents[2] / 'standins' / 't20')
 
 #: Iterations of each training, half of which a resumed one does again.
 ITERATIONS = 10

@@ -1,8 +1,8 @@
 """MMEngine's assumptions about devices: what it does by itself on each kind, and with ours.
 
-The rows of one kind of device share two processes: ``stock.py`` runs MMEngine alone there, then
-``ours.py`` the package. With ``MMDEVPLUG_RESULTS=<folder>`` what was found is written there as
-JSON, of which ``docs/site_table.py`` makes the documentation's table.
+The rows of one kind of device share two processes: ``docs/sites/stock.py`` runs MMEngine alone
+there, then ``docs/sites/ours.py`` the package. With ``MMDEVPLUG_RESULTS=<folder>`` what was found
+is written there as JSON, of which ``docs/site_table.py`` makes the documentation's table.
 """
 
 import json
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from docs.sites.checks import OURS, stock_check
+from docs.sites.devices import environ_of
+from docs.sites.job import run_both
+from docs.sites.rows import ROWS
+from docs.sites.vendor import run_vendor
 from tests.columns import NATIVE, job_of
 from tests.ranks import free_port, run_ranks
-from tests.sites.checks import OURS, stock_check
-from tests.sites.devices import environ_of
-from tests.sites.job import run_both
-from tests.sites.rows import ROWS
-from tests.sites.vendor import run_vendor
 
 ACCELERATORS = ('cpu', 'zeta', NATIVE, 'xla', 'gcu')
 OF_VENDORS = (3, 5, 6)

@@ -39,7 +39,7 @@ REDUCTIONS = dict(
 
 def add_streams():
     """Give the card streams and events, with which copies go on while its program does."""
-    sys.path.insert(0, str(ROOT / 'tests' / 'standins' / 'native'))
+    sys.path.insert(0, str(ROOT / 'standins' / 'native'))
     import native_card
 
     stream = native_card.Stream()

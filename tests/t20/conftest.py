@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[1] / 'standins' / 't20'
+FOLDER = Path(__file__).parents[2] / 'standins' / 't20'
 
 #: Why the stand-in cannot be had here; None where it can.
 MISSING = None

@@ -1,4 +1,4 @@
-"""TorchTPU's released package, which computes on the CPU: see tests/standins/tpu_on_cpu."""
+"""TorchTPU's released package, which computes on the CPU: see standins/tpu_on_cpu."""
 
 import os
 import subprocess

@@ -10,7 +10,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xla
 
-STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
+STANDIN = str(Path(__file__).parents[2] / 'standins' / 't20')
 KINDS = (None, 'reentrant', 'non-reentrant')
 
 

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xla
 
-STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
+STANDIN = str(Path(__file__).parents[2] / 'standins' / 't20')
 
 
 def with_standin(function, *args):

@@ -94,7 +94,7 @@ def test_clipping_accumulation_and_ema_and_what_they_cost(tmp_path):
 
 def train_on_t20(work_dir):
     """On stand-ins of the vendor's cards, which are lazy devices of another package."""
-    sys.path.insert(0, str(ROOT / 'tests' / 'standins' / 't20'))
+    sys.path.insert(0, str(ROOT / 'standins' / 't20'))
     found = [
         train('classifier', 'gcu', f'{work_dir}/{count}', count, optim_wrapper__clip_grad=CLIP)
         for count in (1, 2)

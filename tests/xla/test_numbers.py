@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.conformance import configs, numbers
+from docs.numbers import configs, operators
 from tests.jobs import ROOT
 
 pytestmark = pytest.mark.xla
@@ -41,7 +41,7 @@ SAMPLE = [
 
 def test_a_sample_differs_where_the_page_says(tmp_path):
     file = tmp_path / 'found.json'
-    found = numbers.main(
+    found = operators.main(
         ['--accelerator', 'xla', '--jobs', '1', '--json', str(file), '--operators', *SAMPLE]
     )
     assert json.loads(file.read_text()) == found
@@ -57,7 +57,7 @@ def test_a_sample_differs_where_the_page_says(tmp_path):
 
 
 def test_what_the_product_does_not_replace_differs(tmp_path):
-    found = numbers.main(
+    found = operators.main(
         ['--accelerator', 'xla', '--jobs', '1', '--plain', '--operators', 'nn.functional.elu']
     )
     assert [row['what'] for row in found['different']] == [['gradient: values']] * 2

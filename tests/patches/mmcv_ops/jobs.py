@@ -11,7 +11,7 @@ from tests.jobs import install_card
 from tests.patches.mmcv_ops import checks
 from tests.patches.mmcv_ops.cases import CASES, run_case
 
-T20_STANDIN = str(Path(__file__).parents[2] / 'standins' / 't20')
+T20_STANDIN = str(Path(__file__).parents[3] / 'standins' / 't20')
 
 
 def prepare(accelerator):

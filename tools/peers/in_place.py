@@ -27,7 +27,7 @@ class StagedInPlace:
 
         replace_groups(StagedProcessGroup)
         if self.device != 'cpu':
-            sys.path.insert(0, str(Path(__file__).parents[1] / 'standins' / 'fakecard'))
+            sys.path.insert(0, str(Path(__file__).parents[2] / 'standins' / 'fakecard'))
             import_module('card').install(self.device, 8)
             run_test = MultiProcessTestCase.run_test
 

@@ -12,10 +12,10 @@ from mmengine.device import utils as device_utils
 from mmengine.dist import init_dist
 from torch import distributed as torch_dist
 
+from docs.sites.devices import rank_device_of
+from docs.sites.stock import attempt, objects, sums
 from mmdevplug import init_device
 from tests.jobs import install_card
-from tests.sites.devices import rank_device_of
-from tests.sites.stock import attempt, objects, sums
 
 CARD = 'npu'
 

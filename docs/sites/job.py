@@ -1,6 +1,6 @@
 """One job of two ranks: MMEngine by itself first, then ours, all rows in the same processes."""
 
-from tests.sites.devices import begin
+from docs.sites.devices import begin
 
 
 def run_both(name, folder, ports):
@@ -13,12 +13,12 @@ def run_both(name, folder, ports):
     begin(name)
     from mmengine.device import get_device
 
-    from tests.sites.stock import facts_of_stock
+    from docs.sites.stock import facts_of_stock
 
     stock = facts_of_stock(name, folder, ports)
 
+    from docs.sites.ours import facts_of_ours
     from mmdevplug.patches.mmengine import restore_mmengine
-    from tests.sites.ours import facts_of_ours
 
     ours = facts_of_ours(name, folder, ports)
     restore_mmengine()

@@ -8,7 +8,7 @@ import torch
 
 from tests.columns import NATIVE_BACKENDS, backend_of
 
-T20_STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
+T20_STANDIN = str(Path(__file__).parents[2] / 'standins' / 't20')
 
 #: A device that shows how an entry of the visible-devices variable becomes a name.
 VISIBLE = dict(

@@ -2,8 +2,8 @@
 
 ``native_card.install(NPU)`` makes the stand-in card ``npu`` with ``torch.npu`` as torch_npu has it
 and the backend ``hccl``. The packages beside this file call it, as a vendor's package would when
-it is imported: put ``tests/standins/native/npu`` and the folders of this file and of ``card`` on
-the path, then ``import torch_npu``. Tests do that with ``tests.native``.
+it is imported: put ``standins/native/npu`` and the folders of this file and of ``card`` on the
+path, then ``import torch_npu``. Tests do that with ``tests.native``.
 """
 
 import os

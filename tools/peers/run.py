@@ -20,7 +20,7 @@ KNOWN = Path(__file__).with_name('known.txt')
 PORTS = ('MASTER_PORT', 'MultiProcessTestCase', 'setup_dist_env')
 
 sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path) != Path(__file__).parent)]
-from tests.peers.files import read_known, report, run_files  # noqa: E402
+from tools.peers.files import read_known, report, run_files  # noqa: E402
 
 
 def parse(arguments):
@@ -80,7 +80,7 @@ def prepare(options):
         import torch_xla  # noqa: F401
     elif options.device not in ('cpu', 'cuda'):
         install_standin(options.device)
-    from tests.peers.active import Active, activate, share_processes
+    from tools.peers.active import Active, activate, share_processes
 
     plugins = []
     if not options.stock:
@@ -94,7 +94,7 @@ def prepare(options):
 
 def install_standin(device):
     """Import the package of a vendor's card before MMEngine, as on a machine with such cards."""
-    standins = ROOT / 'tests' / 'standins'
+    standins = ROOT / 'standins'
     paths = [standins / 'native' / device, standins / 'native', standins / 'fakecard']
     sys.path[:0] = map(str, paths)
     os.environ['PYTHONPATH'] = os.pathsep.join([*map(str, paths), str(ROOT)])

@@ -13,13 +13,7 @@ from mmengine.structures import InstanceData
 from torch import distributed as torch_dist
 
 import mmdevplug
-from mmdevplug import init_device
-from mmdevplug.accelerators import device_context
-from mmdevplug.hooks import DeviceEmptyCacheHook, DeviceProfilerHook
-from mmdevplug.model.place_model import place_model
-from tests.columns import NATIVE_BACKENDS, backend_of
-from tests.ranks import free_port
-from tests.sites.devices import (
+from docs.sites.devices import (
     Counted,
     Waits,
     accelerator_config,
@@ -27,7 +21,7 @@ from tests.sites.devices import (
     executions,
     rank_device_of,
 )
-from tests.sites.parts import (
+from docs.sites.parts import (
     Nested,
     ScoresSeen,
     SiteInferencer,
@@ -36,7 +30,13 @@ from tests.sites.parts import (
     config,
     optim_wrapper,
 )
-from tests.sites.stock import attempt, download, end_group, objects, sums
+from docs.sites.stock import attempt, download, end_group, objects, sums
+from mmdevplug import init_device
+from mmdevplug.accelerators import device_context
+from mmdevplug.hooks import DeviceEmptyCacheHook, DeviceProfilerHook
+from mmdevplug.model.place_model import place_model
+from tests.columns import NATIVE_BACKENDS, backend_of
+from tests.ranks import free_port
 
 
 @HOOKS.register_module()
@@ -68,7 +68,7 @@ def facts_of_ours(name, folder, ports):
     Args:
         name (str): The kind of device.
         folder (Path): For files.
-        ports (list): See :func:`tests.sites.stock.facts_of_stock`.
+        ports (list): See :func:`docs.sites.stock.facts_of_stock`.
 
     Returns:
         dict: Row → facts.

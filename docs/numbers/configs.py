@@ -4,7 +4,7 @@ Each config of :data:`CONFIGS` is made small and compared as ``mmdevplug check``
 operators that mmdevplug replaces (``before``) and with them (``now``). One process computes, and
 another is started where it ends or takes more than :data:`LIMIT` seconds.
 
-python -m tests.conformance.configs --accelerator xla [--configs NAME ...] [--json FILE]
+python -m docs.numbers.configs --accelerator xla [--configs NAME ...] [--json FILE]
 
 With ``--configs``, rows of these alone are measured, and replaced in the file.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 from unittest import mock
 
-from tests.conformance.numbers import run_part
+from docs.numbers.operators import run_part
 
 #: Seconds for a config, with the compiling of its step.
 LIMIT = 100
@@ -291,7 +291,7 @@ def main(argv: Optional[Sequence[str]] = None) -> Dict[str, Any]:
             path.write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
 
     options = ['--accelerator', args.accelerator, '--configs', *args.configs]
-    run_part('tests.conformance.configs', options, 0, 1, note, args.limit)
+    run_part('docs.numbers.configs', options, 0, 1, note, args.limit)
     return found
 
 

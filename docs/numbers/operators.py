@@ -4,7 +4,7 @@ PyTorch's OpInfo has samples of some 700 operators. Each is computed on both dev
 the gradients of a fixed weighted sum of them. Operators that draw random numbers are left out.
 One process computes, and another is started where it ends or hangs.
 
-python -m tests.conformance.numbers --accelerator xla [--dtypes float32 bfloat16 int64]
+python -m docs.numbers.operators --accelerator xla [--dtypes float32 bfloat16 int64]
        [--operators NAME ...] [--samples 3] [--plain] [--json FILE]
 
 ``--plain`` leaves the replacements of the product out.
@@ -322,7 +322,7 @@ def main(argv: Optional[Sequence[str]] = None) -> Dict[str, Any]:
     options += ['--plain'] * args.plain
     options += ['--card-config', args.card_config] if args.card_config else []
     rows: List[Dict[str, Any]] = []
-    module = 'tests.conformance.numbers'
+    module = 'docs.numbers.operators'
     with ThreadPoolExecutor(args.jobs) as pool:
         parts = [
             pool.submit(run_part, module, options, part, args.jobs, rows.append)

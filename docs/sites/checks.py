@@ -1,9 +1,9 @@
 """What the facts of each row have to be: of MMEngine by itself, and with ours."""
 
+from docs.sites.devices import VISIBLE, device_type
 from mmdevplug.utils.broken_imports import distribution
 from tests.columns import NATIVE, NATIVE_BACKENDS
 from tests.jobs import torch_before
-from tests.sites.devices import VISIBLE, device_type
 
 STAGED_NAMES = dict(xla='xla 0,1', gcu='xla 0,1', zeta='zeta 0,1,2,3', npu='npu 0,1,2,3')
 TRAIN_ITERATIONS = 6  # 2 epochs of 3

@@ -26,9 +26,9 @@ from mmengine.structures import InstanceData
 from mmengine.utils.dl_utils import collect_env
 from torch import distributed as torch_dist, nn
 
+from docs.sites.devices import Counted, Waits, drawn, executions, rank_device_of
+from docs.sites.parts import Nested, SiteInferencer, SiteNet, SiteParts, config
 from tests.columns import backend_of
-from tests.sites.devices import Counted, Waits, drawn, executions, rank_device_of
-from tests.sites.parts import Nested, SiteInferencer, SiteNet, SiteParts, config
 
 
 def attempt(function, *args, **kwargs):

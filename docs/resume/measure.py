@@ -1,6 +1,6 @@
 """Resume each schedule with each optimizer, and write down what differs.
 
-python -m tests.checkpoint.resume_table FOLDER [OPTIMIZER ...]
+python -m docs.resume.measure FOLDER [OPTIMIZER ...]
 
 Writes FOLDER/cpu.json, of which docs/resume_table.py makes a page. With names of optimizers only
 their columns are measured; others stay as they are.

@@ -38,7 +38,7 @@ class TestDistBackendWithSpawn(TestDistBackend, DistributedTest._DistTestBase):
 """
 
 sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path) != Path(__file__).parent)]
-from tests.peers.files import read_known, report, run_files  # noqa: E402
+from tools.peers.files import read_known, report, run_files  # noqa: E402
 
 
 def parse(arguments):
@@ -62,7 +62,7 @@ def main(arguments=None):
     try:
         os.chdir(str(lay_out(options.sources and Path(options.sources).resolve(), folder)))
         prepare(options)
-        from tests.peers.in_place import StagedInPlace
+        from tools.peers.in_place import StagedInPlace
 
         files, known = find_files(options), {}
         if options.stock:

@@ -1,0 +1,1 @@
+"""A regular package: one named ``docs`` that some distribution installs would win otherwise."""

@@ -1,1 +1,0 @@
-"""MMEngine's own tests with mmdevplug active; see run.py."""
