@@ -76,12 +76,12 @@ TABLES: Dict[str, Table] = dict(
     ),
     checkpoint_cpu=Table(
         'checkpoint.py --device cpu --rounds 2 --saves 3',
-        '--megabytes 2 --rounds 1 --saves 1 --interval 2',
+        '--megabytes 2 --rounds 1 --saves 2 --interval 2',
         3,
     ),
     checkpoint_xla=Table(
         'checkpoint.py --device xla --megabytes 10 100 --rounds 2 --saves 3',
-        '--megabytes 2 --rounds 1 --saves 1 --interval 2',
+        '--megabytes 2 --rounds 1 --saves 2 --interval 2',
         2,
         XLA,
     ),
@@ -180,7 +180,7 @@ def measured_on(path: Path) -> Optional[str]:
     return str(json.loads(path.read_text(encoding='utf-8'))['commit'])
 
 
-def measure(name: str, args: argparse.Namespace) -> float:
+def measure(name: str, args: argparse.Namespace, commit: str) -> float:
     """Measure a table and write its file; seconds that it took."""
     table, path = TABLES[name], args.folder / f'{name}.json'
     python = args.xla_python if 'PJRT_DEVICE' in table.variables else sys.executable
@@ -191,6 +191,11 @@ def measure(name: str, args: argparse.Namespace) -> float:
         command = command_of(table, python, found, args.quick)
         subprocess.run(command, cwd=ROOT, env=environ, check=True)
         figures: Dict[str, Any] = json.loads(found.read_text(encoding='utf-8'))
+    if figures['commit'] != commit and not args.quick:
+        raise SystemExit(
+            f'{name} was measured on commit {figures["commit"]}, but the run began on {commit}: '
+            f'the checkout changed meanwhile. Go back to {commit}, or start anew on another.'
+        )
     seconds = time.time() - began
     variables = ' '.join(f'{name}={value}' for name, value in table.variables.items())
     figures.update(command=f'{variables} {figures["command"]}'.strip())
@@ -226,7 +231,7 @@ def run(args: argparse.Namespace, commit: str) -> List[str]:
     for name in left:
         print(f'\n== {name}: {TABLES[name].command}', flush=True)
         try:
-            took[name] = measure(name, args)
+            took[name] = measure(name, args, commit)
         except subprocess.CalledProcessError as error:
             print(f'{name} failed with status {error.returncode}, see above', flush=True)
             failed.append(name)

@@ -259,8 +259,9 @@ def test_a_run_continues_where_it_was_interrupted(run_all, tmp_path, monkeypatch
         if 'device_guard' in command[1]:
             raise subprocess.CalledProcessError(3, command)
         with open(command[-1], 'w') as file:
-            json.dump(dict(HOME, rows=[]), file)
+            json.dump(dict(home, rows=[]), file)
 
+    home = dict(HOME)
     monkeypatch.setattr(run_all.subprocess, 'run', write)
     names = ['import_time', 'device_guard', 'spmd']
     words = [*names, '--folder', str(tmp_path), '--xla-python', 'other']
@@ -274,6 +275,11 @@ def test_a_run_continues_where_it_was_interrupted(run_all, tmp_path, monkeypatch
     run_all.run(args, '0123abcd')
     assert len(commands) == 1  # the one that failed
     assert 'measured on 0123abcd already: import_time, spmd' in capsys.readouterr().out
+    commands.clear()
+    with pytest.raises(SystemExit, match='measured on commit 0123abcd, but the run began on 89ab'):
+        run_all.run(args, '89abcdef')
+    assert json.loads((tmp_path / 'import_time.json').read_text())['commit'] == '0123abcd'
+    home['commit'] = '89abcdef'
     commands.clear()
     run_all.run(args, '89abcdef')
     assert len(commands) == 3
