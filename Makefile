@@ -61,7 +61,7 @@ ON_CARD := FAKECARD_NAME=zeta FAKECARD_COUNT=1 PYTHONPATH=.:standins/fakecard
 # TorchTPU warns of every name in torch.tpu that may change.
 ON_TPU := TPU_ON_CPU=1 PYTHONWARNINGS="ignore:<TorchTpu/"
 
-.PHONY: help install install-xla install-t20 install-tpu standins demo dist test test-configs-xla test-numbers test-operators test-onedl test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
+.PHONY: help install install-xla install-t20 install-tpu standins demo dist test test-configs-xla test-numbers test-operators test-onedl test-long test-xla test-t20 test-tpu test-kills test-peers test-pytorch test-cuda coverage lint benchmark-all benchmark-cuda docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
@@ -241,9 +241,10 @@ benchmark-cuda: install  ## Measure an iteration beside MMEngine's on one GPU
 	$(BIN)/python $(BENCHMARK_CUDA) --models segformer --variants compile amp-compile --ranks 1
 	$(BIN)/python $(BENCHMARK_CUDA) --models segformer --variants fp32 amp --ranks 0
 
-benchmark: install  ## Measure the averaging of gradients on the CPU, and plans
-	$(BIN)/python benchmarks/grad_sync.py --device cpu
-	$(BIN)/python benchmarks/placement.py
+# TABLES="grad_sync_cpu scale": these alone. What was measured on this commit is not measured again.
+TABLES ?=
+benchmark-all: install install-xla standins  ## Measure every table of the docs on this commit in an hour, fill the pages
+	$(BIN)/python benchmarks/run_all.py --xla-python $(BIN_XLA)/python $(TABLES)
 
 $(STAMP_DOCS): $(STAMP) docs/requirements.txt
 	$(PIP) install -r docs/requirements.txt

@@ -14,6 +14,7 @@ of them. A figure is the median over the rounds; ratios are what travels between
   Its processes take turns with those of the other ways, because our ``init_device`` changes for a
   whole process how freed memory is kept. On the stand-in with a backend of its own (``--device
   native``) it is PyTorch's DDP, in the processes of the others.
+- accelerate: the model as HF accelerate's ``prepare`` gives it, on the CPU, beside ``stock``.
 - naive: PyTorch's DDP with a communication hook that copies each 1 MB bucket to the host, averages
   it and sends it back, as soon as it is ready; parameter by parameter on the card, where DDP
   refuses.
@@ -44,9 +45,9 @@ from floor import Floor, floor_of, wire_bytes
 from hosts import Hosts, HostsError, available, run_ranks
 from result_file import write_results
 
-WAYS = ('none', 'split', 'stock', 'naive', 'ours')
+WAYS = ('none', 'split', 'stock', 'accelerate', 'naive', 'ours')
 WORKER = Path(__file__).with_name('grad_ways.py')
-#: How often processes with MMEngine's wrapper take turns with those of the other ways.
+#: How often processes of MMEngine's wrapper and accelerate take turns with the other ways'.
 TURNS = 3
 
 
@@ -122,7 +123,7 @@ def start(setting: Dict[str, Any], hosts: Optional[Hosts]) -> Any:
 
 
 def head_line() -> str:
-    heads = ''.join(f'{way:>10}' for way in WAYS)
+    heads = ''.join(f'{way:>11}' for way in WAYS)
     return (
         f'{"ranks":>5}{"layers":>7}{"MB":>6}{heads}{"ours/none":>11}{"ours/split":>11}'
         f'{"stock/ours":>11}{"naive/ours":>11}{"difference":>12}'
@@ -132,7 +133,7 @@ def head_line() -> str:
 def table_row(found: Dict[str, Any]) -> str:
     ms = found['median_ms']
     row = f'{found["ranks"]:5}{found["layers"]:7}{found["bytes"] / 2**20:6.0f}'
-    row += ''.join(f'{ms[way]:10.1f}' if way in ms else f'{"-":>10}' for way in WAYS)
+    row += ''.join(f'{ms[way]:11.1f}' if way in ms else f'{"-":>11}' for way in WAYS)
     row += f'{ms["ours"] / ms["none"]:11.2f}'
     row += f'{ms["ours"] / ms["split"]:11.2f}' if 'split' in ms else f'{"-":>11}'
     row += f'{ms["stock"] / ms["ours"]:11.2f}' if 'stock' in ms else f'{"-":>11}'

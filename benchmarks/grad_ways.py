@@ -64,8 +64,16 @@ def options_of_ours(settings: Dict[str, Any]) -> Dict[str, Dict[str, Any]]:
 
 
 def wrap_stock(build: Callable[[], nn.Module]) -> Dict[str, nn.Module]:
-    """What MMEngine's runner builds on the CPU."""
-    return {'stock': MMDistributedDataParallel(build(), broadcast_buffers=False)}
+    """What MMEngine's runner and HF accelerate build on the CPU."""
+    from accelerate import Accelerator  # measured on the CPU alone
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    options = DistributedDataParallelKwargs(broadcast_buffers=False)
+    prepare = Accelerator(cpu=True, kwargs_handlers=[options]).prepare
+    return {
+        'stock': MMDistributedDataParallel(build(), broadcast_buffers=False),
+        'accelerate': prepare(build()),
+    }
 
 
 def wrap_all(

@@ -1,6 +1,6 @@
 """What ``import mmdevplug`` adds to ``import mmengine``, in seconds; medians over fresh processes.
 
-python benchmarks/import_time.py [--json FILE]
+python benchmarks/import_time.py [--rounds 9] [--json FILE]
 """
 
 import argparse
@@ -14,11 +14,11 @@ SCRIPT = (
     'import time; start = time.perf_counter(); import mmengine; middle = time.perf_counter(); '
     'import mmdevplug; print(middle - start, time.perf_counter() - middle)'
 )
-ROUNDS = 9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
+    parser.add_argument('--rounds', type=int, default=9)
     parser.add_argument('--json', help='write the figures to this file')
     args = parser.parse_args()
     rounds = [
@@ -26,7 +26,7 @@ def main() -> None:
             float(number)
             for number in subprocess.check_output([sys.executable, '-c', SCRIPT]).split()
         ]
-        for _ in range(ROUNDS)
+        for _ in range(args.rounds)
     ]
     mmengine, ours = (statistics.median(times) for times in zip(*rounds))
     if args.json:

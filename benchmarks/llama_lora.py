@@ -26,12 +26,13 @@ SETTINGS: Dict[str, List[str]] = dict(
 )
 
 
-def train(options: List[str]) -> Dict[int, float]:
+def train(options: List[str], iters: int) -> Dict[int, float]:
     """Train with some options; the bits for a byte at each validation, by iteration."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, 'tools/train.py', 'configs/llama_lora/llama_lora.py']
         command += ['--accelerator', 'cpu', '--work-dir', folder]
-        command += ['--cfg-options', *options] if options else []
+        length = [f'train_cfg.max_iters={iters}', f'train_cfg.val_interval={iters // 4}']
+        command += ['--cfg-options', *length, *options]
         environ = dict(os.environ, OMP_NUM_THREADS='1')
         subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.DEVNULL)
         (path,) = Path(folder).glob('*/vis_data/scalars.json')
@@ -42,11 +43,12 @@ def train(options: List[str]) -> Dict[int, float]:
 def main() -> None:
     """Train, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--iters', type=int, default=400)
     parser.add_argument('--json', help='write the figures to this file')
     args = parser.parse_args()
     rows = []
     for name, options in SETTINGS.items():
-        rows.append(dict(trained=name, option=' '.join(options), bits=train(options)))
+        rows.append(dict(trained=name, option=' '.join(options), bits=train(options, args.iters)))
         print(rows[-1], flush=True)
     if args.json:
         write_results(args.json, rows)

@@ -6,8 +6,7 @@ fullest device holds 9 % more than its share. Devices are equal, or have memory 
 twice what the model needs in all. *best* is found by a table over all prefixes of
 the blocks and all devices, which shares no code with the search.
 
-Run ``python benchmarks/placement.py``; ``--update-docs`` writes the tables into
-``docs/*/placement.md`` and the picture into ``docs/images``.
+python benchmarks/placement.py [--models 'GPT-2 XL'] [--blocks 1000] [--rounds 7] [--json FILE]
 """
 
 import argparse
@@ -18,13 +17,12 @@ import re
 import statistics
 import sys
 import time
-from pathlib import Path
 from statistics import pvariance
 from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
 from placement_models import MODELS, chain
+from placement_tables import COUNTS, tables
 from result_file import write_results
 from torch import nn
 
@@ -35,11 +33,8 @@ from mmdevplug.model_parallel.partition import Partition
 from mmdevplug.model_parallel.units import find_units, group_units, shared_names
 from mmdevplug.model_parallel.unsplittable import WholeModules
 
-DOCS = Path(__file__).parents[1] / 'docs'
-COUNTS = (2, 3, 4, 8)
 #: What the memory of all devices is, in sizes of the model, where it is unequal.
 ROOM = 2.0
-ROUNDS = 7
 
 
 def block_sizes(model: nn.Module) -> List[int]:
@@ -86,7 +81,7 @@ def compare(name: str, model: nn.Module, count: int, equal: bool) -> Dict[str, A
     return row
 
 
-def median_ms(function: Any, rounds: int = ROUNDS) -> float:
+def median_ms(function: Any, rounds: int) -> float:
     """The median processor time of a call, which other programs disturb less."""
     found = []
     for _ in range(rounds):
@@ -96,7 +91,7 @@ def median_ms(function: Any, rounds: int = ROUNDS) -> float:
     return statistics.median(found)
 
 
-def times(count: int = 1000) -> List[Dict[str, Any]]:
+def times(count: int, rounds: int) -> List[Dict[str, Any]]:
     """Planning a long chain."""
     model = chain(count)
     sizes = block_sizes(model)
@@ -111,10 +106,13 @@ def times(count: int = 1000) -> List[Dict[str, Any]]:
             limits = {f'xla:{index}': size for index, size in (memory or {}).items()}
             search = Partition(sizes, [limits.get(name, 1.0) for name in names])
             found = dict(
-                search=median_ms(search.best),
-                plan=median_ms(functools.partial(plan, model, names, max_memory=memory)),
+                search=median_ms(search.best, rounds),
+                plan=median_ms(functools.partial(plan, model, names, max_memory=memory), rounds),
                 accelerate=median_ms(
-                    functools.partial(plan, model, names, 'auto', memory, force_balance=False)
+                    functools.partial(
+                        plan, model, names, 'auto', max_memory=memory, force_balance=False
+                    ),
+                    rounds,
                 ),
             )
             rows.append(dict(found, devices=devices, equal=equal))
@@ -160,151 +158,25 @@ def _figures(name: str, counts: Sequence[int], loads: Sequence[int]) -> Dict[str
     )
 
 
-# output ---------------------------------------------------------------------------------------
-
-WORDS = {
-    'en': {},
-    'zh_cn': {
-        'model': '模型',
-        'devices': '个设备',
-        'number of devices': '设备数',
-        'equal': '相等',
-        'memory': '内存',
-        'search, ms': '搜索，毫秒',
-        'whole plan, ms': '整个计划，毫秒',
-        'accelerate, ms': 'accelerate，毫秒',
-        'split': '划分',
-        'components': '组件数',
-        'imbalance in components': '组件不均衡系数',
-        'balance score': '均衡性分数',
-        'GB': 'GB',
-        'imbalance in bytes': '字节不均衡系数',
-        'guide, auto': '指南，auto',
-        'guide, balanced': '指南，balanced',
-    },
-}
-
-
-def tables(found: Dict[str, Any], language: str) -> Dict[str, str]:
-    """The tables as Markdown."""
-
-    def word(text: str) -> str:
-        return WORDS[language].get(text, text)
-
-    def figure(value: Optional[float]) -> str:
-        return '—' if value is None else f'{max(value, 0.0):.3f}'
-
-    def memory(row: Dict[str, Any]) -> str:
-        return word('equal') if row['equal'] else '2:1:…'
-
-    def cell(row: Dict[str, Any]) -> str:
-        theirs, ours, best = (figure(row[key]) for key in ('accelerate', 'ours', 'best'))
-        better = [best] if best != ours else []
-        if row['accelerate'] is not None and theirs != ours:
-            first = row['accelerate'] < row['ours']
-            theirs, ours = (f'**{theirs}**', ours) if first else (theirs, f'**{ours}**')
-        return ' / '.join([theirs, ours, *better])
-
-    lines: Dict[Any, List[str]] = {}
-    for row in found['rows']:
-        line = lines.setdefault((row['model'], row['equal']), [row['model'], memory(row)])
-        line.append(cell(row))
-    head = ['model', 'memory', *(f'{count} {word("devices")}' for count in COUNTS)]
-    timed = [
-        [row['devices'], memory(row)]
-        + [f'{row[key]:.1f}' for key in ('search', 'plan', 'accelerate')]
-        for row in found['times']
-    ]
-    timed_head = ['number of devices', 'memory', 'search, ms', 'whole plan, ms', 'accelerate, ms']
-    shown = [
-        [
-            word(row['name']),
-            '/'.join(map(str, row['counts'])),
-            f'{row["by_count"]:.3f}',
-            f'{row["score"]:.3f}',
-            ' / '.join(f'{load:.2f}' for load in row['loads']),
-            f'{row["by_bytes"]:.3f}',
-        ]
-        for row in found['example']
-    ]
-    shown_head = [
-        'split',
-        'components',
-        'imbalance in components',
-        'balance score',
-        'GB',
-        'imbalance in bytes',
-    ]
-    return dict(
-        comparison=_markdown([word(title) for title in head], list(lines.values())),
-        times=_markdown([word(title) for title in timed_head], timed),
-        example=_markdown([word(title) for title in shown_head], shown),
-    )
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [head, ['---'] * len(head), *rows]
-    return '\n'.join('| ' + ' | '.join(map(str, line)) + ' |' for line in lines)
-
-
-def update_docs(found: Dict[str, Any]) -> None:
-    """Write the tables between their marks."""
-    for language in WORDS:
-        page = DOCS / language / 'placement.md'
-        text = page.read_text(encoding='utf-8')
-        for name, table in tables(found, language).items():
-            pattern = re.compile(f'(<!-- measured: {name} -->\n).*?(\n<!-- end -->)', re.DOTALL)
-            text, count = pattern.subn(lambda m, t=table: m.group(1) + t + m.group(2), text)
-            if count != 1:
-                raise SystemExit(f'{page}: {count} blocks called {name!r}, expected 1')
-        page.write_text(text, encoding='utf-8')
-    draw(found, DOCS / 'images' / 'placement.png')
-
-
-def draw(found: Dict[str, Any], path: Path) -> None:
-    """Bars for each model, a panel for each number of equal devices."""
-    rows = [row for row in found['rows'] if row['equal']]
-    counts = sorted({row['devices'] for row in rows})
-    figure = Figure(figsize=(8, 6.6))
-    for place, (axes, count) in enumerate(
-        zip(figure.subplots(2, -(-len(counts) // 2), sharey=True).flat, counts)
-    ):
-        here = [row for row in rows if row['devices'] == count]
-        at = np.arange(len(here))
-        for offset, key, colour in ((-0.2, 'accelerate', '#f6b26b'), (0.2, 'ours', '#3d85c6')):
-            heights = [max(row[key] or 0.0, 0.0) for row in here]
-            axes.barh(at + offset, heights, 0.38, label=key, color=colour)
-        best = [max(row['best'], 0.0) for row in here]
-        axes.scatter(best, at + 0.2, marker='|', s=60, color='black', label='best', zorder=3)
-        axes.set_yticks(at)
-        axes.set_yticklabels([row['model'] for row in here])
-        axes.set_title(f'{count} devices', fontsize='medium')
-        axes.set_xlabel('largest load / ideal − 1')
-        for side in ('top', 'right'):
-            axes.spines[side].set_visible(False)
-        if place == 0:
-            axes.invert_yaxis()
-            figure.legend(loc='lower center', ncol=3, frameon=False)
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     """Compare, time, print, and write what was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
+    parser.add_argument('--models', nargs='+', choices=list(MODELS), default=list(MODELS))
+    parser.add_argument(
+        '--blocks', type=int, default=1000, help='of the chain whose plan is timed'
+    )
+    parser.add_argument('--rounds', type=int, default=7)
     parser.add_argument('--json', help='a file for the figures')
-    parser.add_argument('--png', help='a file for the picture')
-    parser.add_argument('--update-docs', action='store_true')
     args = parser.parse_args()
     rows = []
-    for name, build in MODELS.items():
+    for name in args.models:
         package = re.search(r'\((mm\w+)\)', name)
         if package and importlib.util.find_spec(package.group(1)) is None:
             print(f'{name}: left out, {package.group(1)} is not installed', file=sys.stderr)
             continue
-        model = build()
+        model = MODELS[name]()
         rows += [compare(name, model, n, equal) for equal in (True, False) for n in COUNTS]
-    found = dict(rows=rows, times=times(), example=example())
+    found = dict(rows=rows, times=times(args.blocks, args.rounds), example=example())
     for name, table in tables(found, 'en').items():
         print(f'\n{name}\n\n{table}')
     above = [
@@ -318,10 +190,6 @@ def main() -> None:
     )
     if args.json:
         write_results(args.json, **found)
-    if args.png:
-        draw(found, Path(args.png))
-    if args.update_docs:
-        update_docs(found)
 
 
 if __name__ == '__main__':

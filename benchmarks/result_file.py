@@ -31,7 +31,7 @@ def write_results(path: str, rows: Sequence[Dict[str, Any]], **others: Any) -> N
     command = ['python', os.path.relpath(script, ROOT), *arguments]
     measured = dict(
         command=shlex.join(command),
-        commit=_commit(),
+        commit=current_commit(),
         torch=torch.__version__,
         cores=os.cpu_count(),
         rows=list(rows),
@@ -40,11 +40,12 @@ def write_results(path: str, rows: Sequence[Dict[str, Any]], **others: Any) -> N
     Path(path).write_text(json.dumps(measured, indent=1) + '\n', encoding='utf-8')
 
 
-def _commit() -> str:
-    """The commit of the checkout; with a + if files differ from it."""
+def current_commit() -> str:
+    """The commit of the checkout; with a + if files other than the docs differ from it."""
     try:
-        head = _git('rev-parse', '--short', 'HEAD')
-        return head + ('+' if _git('status', '--porcelain', '-uno') else '')
+        head = _git('rev-parse', '--short=8', 'HEAD')
+        changed = _git('status', '--porcelain', '-uno', '--', '.', ':!docs')
+        return head + ('+' if changed else '')
     except (OSError, subprocess.CalledProcessError):
         return 'unknown'
 

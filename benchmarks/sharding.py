@@ -1,13 +1,15 @@
-"""Sharded training beside DDP on the CPU: memory of a rank, iterations a second, bytes sent.
+"""Sharded training on the CPU beside DDP and FSDP2: memory of a rank, time, bytes sent.
 
-The whole job is a training by DeviceRunner with random weights and AdamW. ``tensors_mb`` is the
-most that a rank's tensors took: weights, gradients, states of the optimizer and gathered blocks,
-looked at after each block's forward pass, before its backward pass and around the update.
+Ways ``ddp`` and ``sharded`` are trainings by DeviceRunner with random weights and AdamW;
+``fsdp2`` is the same with PyTorch alone: ``fully_shard`` over gloo, in a loop written by hand.
+``tensors_mb`` is the most that a rank's tensors took: weights, gradients, states of the optimizer
+and gathered blocks, looked at after each block's forward pass, before its backward pass and around
+the update.
 ``peak_mb`` is the most that the process held (``VmHWM``) above what it held before it built the
 model, with modules that it imported then and what the allocator kept. Bytes are those of the
 loopback interface: run it as root in a network of its own, ``unshare -n``.
 
-python benchmarks/sharding.py [--models gpt2-medium vit-l] [--ways ddp sharded] [--nproc 2 4]
+python benchmarks/sharding.py [--models gpt2-medium vit-l] [--ways ddp fsdp2 sharded] [--nproc 2 4]
                               [--iters 4] [--json FILE]
 """
 
@@ -22,6 +24,7 @@ import time
 from pathlib import Path
 
 MODELS = ('gpt2-medium', 'vit-l', 'gpt2-tiny')
+WAYS = ('ddp', 'fsdp2', 'sharded')
 
 
 def memory(name):
@@ -85,8 +88,104 @@ def build_model(name):
     return Vision if name == 'vit-l' else Language
 
 
+class Notes:
+    """What one rank measures while it trains."""
+
+    def __init__(self, iters):
+        self.iters = iters
+        self.times, self.cpu_times, self.sent, self.tensors = [], [], [], []
+
+    def watch(self, model, optimizer):
+        """Look at the tensors around each block and each update."""
+        for part in model.modules():
+            if type(part).__name__.endswith(('GPT2Block', 'TransformerEncoderLayer')):
+                part.register_forward_hook(self._look_twice)
+        optimizer.register_step_pre_hook(self._look)
+        optimizer.register_step_post_hook(self._look)
+
+    def _look(self, *_):
+        if len(self.times) == self.iters - 1:  # the last iteration, whose time does not count
+            self.tensors.append(tensor_bytes())
+
+    def _look_twice(self, module, args, output):
+        self._look()
+        output = output[0] if isinstance(output, tuple) else output
+        output.register_hook(self._look)
+
+    def end_iteration(self):
+        """Note times and bytes once all ranks have ended an iteration."""
+        import torch
+
+        torch.distributed.barrier()
+        self.times.append(time.perf_counter())
+        self.cpu_times.append(time.process_time())
+        self.sent.append(sent())
+
+    def show(self, before, built, size):
+        """Print the figures of this rank as JSON."""
+        last = len(self.times) - 2
+        found = dict(rank=int(os.environ['RANK']), weights=size / 2**20, built=built)
+        found.update(peak=memory('VmHWM') - before, tensors=max(self.tensors) / 2**20)
+        found.update(
+            seconds=(self.times[last] - self.times[0]) / last,
+            cpu_seconds=(self.cpu_times[last] - self.cpu_times[0]) / last,
+            sent=(self.sent[last] - self.sent[0]) / last / 2**20,
+        )
+        print(json.dumps(found), flush=True)
+
+
+def tokens_of(model, index):
+    """The tokens of a sample."""
+    import torch
+
+    seeded = torch.Generator().manual_seed(index)
+    return torch.randint(0, 4096 if model == 'gpt2-tiny' else 50257, (64,), generator=seeded)
+
+
+def bytes_of(model):
+    """Bytes of all weights."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def prepare(name):
+    """What a first use of transformers and mmseg takes is none of the model's."""
+    build = build_model(name)
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+
+    return build
+
+
+def train_by_hand(model, iters):
+    """Train with PyTorch's FSDP2 alone, as its tutorial does: every rank builds the model."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group('gloo')
+    build, notes = prepare(model), Notes(iters)
+    before = memory('VmRSS')
+    mesh = init_device_mesh('cpu', (torch.distributed.get_world_size(),))
+    built = build()
+    for part in list(built.modules()):
+        if type(part).__name__.endswith(('GPT2Block', 'TransformerEncoderLayer')):
+            fully_shard(part, mesh=mesh)
+    fully_shard(built, mesh=mesh)
+    optimizer = torch.optim.AdamW(built.parameters(), lr=1e-5, foreach=False)
+    notes.watch(built, optimizer)
+    most = memory('VmHWM') - before
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for number in range(iters):
+        inputs = tokens_of(model, (rank + number * ranks) % 64)[None]
+        built(inputs, mode='loss')['loss'].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        notes.end_iteration()
+    notes.show(before, most, bytes_of(built))
+    torch.distributed.destroy_process_group()
+
+
 def train(model, way, iters):
-    """Train in this rank, and print its figures as JSON."""
+    """Train in this rank by DeviceRunner, and print its figures as JSON."""
     import torch
     from mmengine.config import Config
     from mmengine.hooks import Hook
@@ -94,37 +193,17 @@ def train(model, way, iters):
 
     import mmdevplug  # noqa: F401
 
-    MODELS.register_module(name='Measured', module=build_model(model))
-    times, cpu_times, bytes_sent, tensors = [], [], [], []
-
-    def look(*_):
-        if len(times) == iters - 1:  # the last iteration, whose time does not count
-            tensors.append(tensor_bytes())
-
-    def look_twice(module, args, output):
-        look()
-        output = output[0] if isinstance(output, tuple) else output
-        output.register_hook(look)
+    MODELS.register_module(name='Measured', module=prepare(model))
+    notes = Notes(iters)
 
     class Note(Hook):
         priority = 'LOWEST'
 
         def before_train(self, runner):
-            for part in runner.model.modules():
-                if type(part).__name__.endswith(('GPT2Block', 'TransformerEncoderLayer')):
-                    part.register_forward_hook(look_twice)
-            optimizer = runner.optim_wrapper.optimizer
-            optimizer.register_step_pre_hook(look)
-            optimizer.register_step_post_hook(look)
+            notes.watch(runner.model, runner.optim_wrapper.optimizer)
 
         def after_train_iter(self, runner, *args, **kwargs):
-            if way != 'alone':
-                torch.distributed.barrier()
-            times.append(time.perf_counter())
-            cpu_times.append(time.process_time())
-            bytes_sent.append(sent())
-
-    vocabulary = 4096 if model == 'gpt2-tiny' else 50257
+            notes.end_iteration()
 
     @DATASETS.register_module()
     class MeasuredTokens(torch.utils.data.Dataset):
@@ -132,8 +211,7 @@ def train(model, way, iters):
             return 64
 
         def __getitem__(self, index):
-            seeded = torch.Generator().manual_seed(index)
-            return dict(inputs=torch.randint(0, vocabulary, (64,), generator=seeded))
+            return dict(inputs=tokens_of(model, index))
 
     cfg = Config(
         dict(
@@ -158,32 +236,12 @@ def train(model, way, iters):
             **(dict(sharding=True) if way == 'sharded' else {}),
         )
     )
-    # What a first use of transformers and mmseg takes is none of the model's.
-    build_model(model)
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
-
     before = memory('VmRSS')
     runner = RUNNERS.build(cfg)
     runner.register_hook(Note())
     built = memory('VmHWM') - before
     runner.train()
-    size = sum(p.numel() * p.element_size() for p in runner.model.parameters()) / 2**20
-    last = len(times) - 2
-    print(
-        json.dumps(
-            dict(
-                rank=int(os.environ['RANK']),
-                weights=size,
-                built=built,
-                peak=memory('VmHWM') - before,
-                tensors=max(tensors) / 2**20,
-                seconds=(times[last] - times[0]) / last,
-                cpu_seconds=(cpu_times[last] - cpu_times[0]) / last,
-                sent=(bytes_sent[last] - bytes_sent[0]) / last / 2**20,
-            )
-        ),
-        flush=True,
-    )
+    notes.show(before, built, bytes_of(runner.model))
 
 
 def measure(model, way, nproc, iters):
@@ -213,16 +271,18 @@ def main():
     """Measure every way and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--models', nargs='+', choices=MODELS, default=MODELS[:2])
-    parser.add_argument(
-        '--ways', nargs='+', choices=('ddp', 'sharded'), default=('ddp', 'sharded')
-    )
+    parser.add_argument('--ways', nargs='+', choices=WAYS, default=WAYS)
     parser.add_argument('--nproc', nargs='+', type=int, default=(2, 4))
     parser.add_argument('--iters', type=int, default=4)
     parser.add_argument('--json')
     parser.add_argument('--rank-of', nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
-        train(*args.rank_of, args.iters)
+        model, way = args.rank_of
+        if way == 'fsdp2':
+            train_by_hand(model, args.iters)
+        else:
+            train(model, way, args.iters)
         return
     rows = []
     for model in args.models:

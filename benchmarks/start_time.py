@@ -9,7 +9,6 @@ python benchmarks/start_time.py [--nproc 1 2 8] [--rounds 5] [--before CHECKOUT]
 
 import argparse
 import contextlib
-import json
 import os
 import resource
 import statistics
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional
 
 import psutil
+from result_file import write_results
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / 'configs' / 'digits' / 'digits.py'
@@ -142,17 +142,19 @@ def main() -> None:
     parser.add_argument('--before', type=Path, help='another checkout, to be measured beside')
     parser.add_argument('--json', help='a file for all figures')
     args = parser.parse_args()
-    everything = {}
+    rows = []
     for ranks in args.nproc:
-        found = everything[ranks] = measure(ranks, args.rounds, args.before)
+        found = measure(ranks, args.rounds, args.before)
         for kind, (weighed, *figures) in found.items():
             first, end, cpu, _ = (statistics.median(column) for column in zip(*figures))
             print(
                 f'{ranks} ranks, {kind}: first iteration after {first:.2f} s, end after '
                 f'{end:.2f} s, {cpu:.2f} CPU s, {weighed.memory / 2**20:.0f} MiB at most'
             )
+            row = dict(kind=kind, nproc=ranks, first_iteration=first, end=end, cpu=cpu)
+            rows.append(dict(row, memory_mb=weighed.memory / 2**20))
     if args.json:
-        Path(args.json).write_text(json.dumps(everything, indent=1) + '\n')
+        write_results(args.json, rows)
 
 
 if __name__ == '__main__':

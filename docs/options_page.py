@@ -1,13 +1,14 @@
 """Write ``docs/*/options.md`` from the dataclasses in ``mmdevplug/config``.
 
 Keys, types, defaults and the English meanings stand in the dataclasses; the Chinese meanings stand
-here. A test compares the pages with both.
+here, and who needs an option in ``options_needed.py``. A test compares the pages with all.
 """
 
 import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Type
 
+from options_needed import NEEDED
 from tables import table, write_pages
 
 EXAMPLE = """```python
@@ -30,7 +31,8 @@ arguments and these options.""",
         'Arguments of single accelerators are on their pages: `spmd` of '
         '[`xla`](torch_xla.md#all-chips-in-one-process), `generation` of [`gcu`](enflame_t20.md), '
         'and those of [a card of your own](add_an_accelerator.md).',
-        titles=('option', 'values', 'default', 'meaning'),
+        titles=('option', 'values', 'default', 'meaning', 'who needs it'),
+        language=0,
         model_parallel='## Options of `model_parallel`',
         model_parallel_intro="""\
 The key may also be `True` or `False` for `enable` alone; without it a model stays on one device.
@@ -66,7 +68,8 @@ See [resuming](resuming.md).""",
         after='`mmdevplug check CONFIG` 在作业开始之前指出错误的取值。\n\n'
         '单个加速器的参数见各自的页面：[`xla`](torch_xla.md#一个进程驱动所有芯片) 的 `spmd`，'
         '[`gcu`](enflame_t20.md) 的 `generation`，以及[您自己的卡](add_an_accelerator.md)的参数。',
-        titles=('选项', '取值', '默认值', '含义'),
+        titles=('选项', '取值', '默认值', '含义', '谁需要'),
+        language=1,
         model_parallel='## `model_parallel` 的选项',
         model_parallel_intro="""\
 该键也可以是 `True` 或 `False`，即只给出 `enable`；没有该键时模型留在一个设备上。
@@ -166,7 +169,8 @@ def rows(kind: Type, texts: Dict[str, Any]) -> Iterator[List[str]]:
         meaning = texts['meanings'][name] if 'meanings' in texts else given['meaning']
         default = given['default']
         shown = texts['required'] if default is REQUIRED else f'`{default!r}`'
-        yield [f'`{name}`', f'`{given["accepts"]}`', shown, meaning]
+        needed = NEEDED[name][texts['language']]
+        yield [f'`{name}`', f'`{given["accepts"]}`', shown, meaning, needed]
 
 
 def kinds() -> List[Type]:

@@ -29,7 +29,7 @@ def check_sync_bn(sync_bn: Optional[str]) -> None:
     if isinstance(sync_bn, (str, type(None))) and sync_bn in (*SYNC_BN, *OF_MMENGINE):
         return
     listed = '; '.join(f'{value!r}: {meaning}' for value, meaning in SYNC_BN.items())
-    raise ModelError(f'sync_bn={sync_bn!r} is unknown. Choose one of these: {listed}.')
+    raise ModelError(f'sync_bn={sync_bn!r}: expected one of these: {listed}.')
 
 
 def convert_norm_layers(

@@ -15,7 +15,7 @@ def page(monkeypatch):
     """The script that writes the pages."""
     monkeypatch.syspath_prepend(str(DOCS))
     yield importlib.import_module('options_page')
-    for module in ('options_page', 'tables'):
+    for module in ('options_page', 'options_needed', 'tables'):
         sys.modules.pop(module, None)
 
 
@@ -31,9 +31,16 @@ def test_meanings_name_the_same_values_in_both_languages(page):
     described = []
     for key in page.kinds():
         for one, other in zip(page.rows(key, english), page.rows(key, chinese)):
-            assert values_in(one[-1]) == values_in(other[-1]), one[0]
+            for column in (3, 4):
+                assert values_in(one[column]) == values_in(other[column]), one[0]
             described.append(one[0].strip('`'))
-    assert sorted(described) == sorted(chinese['meanings'])
+    assert sorted(described) == sorted(chinese['meanings']) == sorted(page.NEEDED)
+
+
+def test_who_needs_an_option_is_a_sentence_in_both_languages(page):
+    for name, (english, chinese) in page.NEEDED.items():
+        assert re.fullmatch(r'[A-Z][^\u4e00-\u9fff]{20,}\.', english), name
+        assert re.fullmatch(r'.*[\u4e00-\u9fff].*。', chinese), name
 
 
 def values_in(meaning):
