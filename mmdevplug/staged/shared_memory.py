@@ -8,10 +8,10 @@ small in containers.
 import mmap
 import os
 import warnings
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 #: Gives every rank what each of them passes, of what JSON can write, in the order of ranks.
-Gather = Callable[[Any], List[Any]]
+Gather = Callable[[object], List[Any]]
 
 
 def group_by_host(names: Sequence[str]) -> List[List[int]]:
@@ -71,7 +71,7 @@ def share_memory(
     return None
 
 
-def _map(owner: Dict[str, Any], size: int) -> mmap.mmap:
+def _map(owner: Mapping[str, int], size: int) -> mmap.mmap:
     """Map the file of another process."""
     file = os.open(f'/proc/{owner["pid"]}/fd/{owner["file"]}', os.O_RDWR)
     try:
