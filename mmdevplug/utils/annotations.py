@@ -1,14 +1,24 @@
 """Types of several classes for annotations, which import none of them."""
 
-from typing import TYPE_CHECKING, Optional, Union
+from typing import TYPE_CHECKING, Dict, Optional, Union
 
 if TYPE_CHECKING:
     import mmengine.optim
     import torch
-    from mmengine.runner import Runner as AnyRunner
+    from mmengine.config import Config, ConfigDict
+    from mmengine.hooks import Hook as AnyHook
+    from mmengine.runner import BaseLoop as AnyLoop, Runner as AnyRunner
 else:
+    Config, ConfigDict = 'mmengine.config.Config', 'mmengine.config.ConfigDict'
+    AnyHook = 'mmengine.hooks.Hook'
+    #: MMEngine promises ``run()`` alone; see :mod:`mmdevplug.utils.loops`.
+    AnyLoop = 'mmengine.runner.BaseLoop'
     AnyRunner = 'mmengine.runner.Runner'
 
+#: A config, or a dict within one.
+AnyConfig = Union[Config, ConfigDict]
 AnyOptimWrapper = Union['mmengine.optim.OptimWrapper', 'mmengine.optim.OptimWrapperDict']
 #: None is the group of all ranks. PyTorch can be built without torch.distributed.
 AnyGroup = Optional['torch.distributed.ProcessGroup']
+#: What ``state_dict()`` returns, and a checkpoint: values by their names.
+StateDict = Dict[str, object]
