@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Callable, Iterator, List, Mapping, Optional
 
 import torch
 from mmengine.config import Config
@@ -24,14 +24,14 @@ from mmdevplug.registry import ACCELERATORS
 from mmdevplug.utils.byte_sizes import format_bytes
 
 from .findings import Finding, Section
-from .isolated import run_isolated
+from .isolated import TaskOptions, run_isolated
 
 section = Section('accelerators')
 STEP_SECONDS = 120.0
 CHOICE = 'choice'
 
 
-def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Finding]:
+def examine(options: TaskOptions, seconds: float = STEP_SECONDS) -> List[Finding]:
     """Examine every family, or ``options['accelerator']``, and compute on each device."""
     # A vendor's package may change what PyTorch answers afterwards, so those without come first.
     ordered = list(reversed(DETECTION_ORDER))
@@ -69,7 +69,7 @@ def accelerator_options(
     return replace(options, device=dict(type=accelerator))
 
 
-def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:
+def work(task: str, options: TaskOptions, say: Callable[[str], None]) -> Iterator[Finding]:
     """Examine one family; see :mod:`mmdevplug.checks.isolated`."""
     say('loading the config')
     cfg = None
@@ -94,7 +94,7 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
 
 
 def _examine_family(
-    options: Dict[str, Any], asked_for: bool, say: Callable[[str], None]
+    options: TaskOptions, asked_for: bool, say: Callable[[str], None]
 ) -> Iterator[Finding]:
     name = options['type']
     known = find_registered(name) is not None
