@@ -1,6 +1,6 @@
 """Types of several classes for annotations, which import none of them."""
 
-from typing import TYPE_CHECKING, Dict, Optional, Union
+from typing import TYPE_CHECKING, Any, Dict, Mapping, Optional, Union
 
 if TYPE_CHECKING:
     import mmengine.optim
@@ -20,5 +20,9 @@ AnyConfig = Union[Config, ConfigDict]
 AnyOptimWrapper = Union['mmengine.optim.OptimWrapper', 'mmengine.optim.OptimWrapperDict']
 #: None is the group of all ranks. PyTorch can be built without torch.distributed.
 AnyGroup = Optional['torch.distributed.ProcessGroup']
-#: What ``state_dict()`` returns, and a checkpoint: values by their names.
+#: What ``state_dict()`` returns, and who only passes it on takes: values by their names.
 StateDict = Dict[str, object]
+#: A state that is loaded; its values are of the types that :attr:`state_types` says.
+SavedState = Mapping[str, Any]
+#: What a file of MMEngine's holds: ``state_dict``, ``optimizer``, ``meta``, ``message_hub`` ...
+Checkpoint = Dict[str, Any]
