@@ -158,6 +158,8 @@ def build_batch_sampler(loader: Any, config: Any, sampler: Sampler) -> Any:
     """Build the batch sampler of a loader again from its config, over a sampler."""
     batches = config.get('batch_sampler')
     if not isinstance(batches, Mapping):
+        if loader.batch_size is None:  # the dataset gives batches, one for each index
+            return sampler
         return BatchSampler(sampler, loader.batch_size, loader.drop_last)
     defaults = dict(sampler=sampler, batch_size=config.get('batch_size'))
     return DATA_SAMPLERS.build(copy.deepcopy(dict(batches)), default_args=defaults)

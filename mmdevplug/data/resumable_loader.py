@@ -197,7 +197,8 @@ class ResumableLoader(DataLoader):
         if sampler is not None:
             order.sampler = sampler
             order.batches = build_batch_sampler(self, self.config, sampler)
-            vars(self)['batch_sampler'] = order.batches  # DataLoader's setter refuses
+            if self.batch_sampler is not None:
+                vars(self)['batch_sampler'] = order.batches  # DataLoader's setter refuses
             if not isinstance(self.config.get('batch_sampler'), Mapping):
                 vars(self)['sampler'] = sampler
         elif order.drawn and draws_on(order.sampler):
