@@ -54,7 +54,7 @@ class PaddedForward:
         elif augments is not None:
             preprocessor.batch_augments = _Fill(self, augments)
 
-    def __call__(self, data: Any, training: bool = False) -> Any:
+    def __call__(self, data: Mapping[str, Any], training: bool = False) -> object:
         """Preprocess a batch; see :meth:`mmengine.model.BaseDataPreprocessor.forward`."""
         images = _images(data)
         self._sizes = [(int(x.shape[-2]), int(x.shape[-1])) for x in images]
@@ -66,7 +66,7 @@ class PaddedForward:
                 for sample, own in zip(data['data_samples'], self._sizes)
             ]
         self._filled = False
-        result: Any = self._forward(data, training)
+        result: object = self._forward(data, training)
         if not self._filled and isinstance(result, MutableMapping):
             result['inputs'] = self.fill(result['inputs'], result.get('data_samples'))
         return result
@@ -115,7 +115,7 @@ class PaddedForward:
             return
         # mmseg removes this padding from predictions.
         padding = (0, size[1] - own[1], 0, size[0] - own[0])
-        corrected: Dict[str, Any] = dict(pad_shape=size, padding_size=padding)
+        corrected: Dict[str, object] = dict(pad_shape=size, padding_size=padding)
         if 'img_padding_size' in sample.metainfo:
             corrected['img_padding_size'] = padding
         shape = sample.metainfo.get('img_shape')
@@ -132,7 +132,7 @@ class _Fill(nn.Module):
         self._padded = padded
         self.augments = augments
 
-    def forward(self, inputs: Inputs, others: object) -> Tuple[Inputs, Any]:
+    def forward(self, inputs: Inputs, others: object) -> Tuple[Inputs, object]:
         inputs = self._padded.fill(inputs, others)
         return (inputs, others) if self.augments is None else self.augments(inputs, others)
 

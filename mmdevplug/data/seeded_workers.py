@@ -26,7 +26,7 @@ def derive_seed(*numbers: int) -> int:
     return int.from_bytes(digest, 'little') >> 1
 
 
-def seeded_batch(seed: int, batch: Sequence[Any], number: int, index: int) -> SeededBatch:
+def seeded_batch(seed: int, batch: Sequence[object], number: int, index: int) -> SeededBatch:
     """Return a batch of indices with its seed, of a pass by its number."""
     seeded = SeededBatch(batch)
     seeded.seed = derive_seed(seed, number, index)
@@ -55,8 +55,10 @@ class WorkerInit:
 
 
 def _fetch_seeded(
-    dataset: Dataset, fetch: Optional[Callable[[Sequence[int]], List[Any]]], indices: Sequence[int]
-) -> List[Any]:
+    dataset: Dataset,
+    fetch: Optional[Callable[[Sequence[int]], List[object]]],
+    indices: Sequence[int],
+) -> List[object]:
     """Load the samples of a batch, after seeding for it."""
     seed = getattr(indices, 'seed', None)
     if seed is not None:
