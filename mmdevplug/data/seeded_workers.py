@@ -50,7 +50,12 @@ class WorkerInit:
             dataset.__getitems__ = fetch
         else:
             patch_symbol(
-                _MapDatasetFetcher, 'fetch', lambda self, indices: self.collate_fn(fetch(indices))
+                _MapDatasetFetcher,
+                'fetch',
+                # Without ``auto_collation`` the dataset gives a batch for an index.
+                lambda self, indices: self.collate_fn(
+                    fetch(indices) if self.auto_collation else dataset[indices]
+                ),
             )
 
 
