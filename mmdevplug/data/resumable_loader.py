@@ -3,18 +3,21 @@
 from collections import deque
 from functools import partial
 from itertools import islice
-from typing import Any, Callable, Mapping, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional, Tuple
 from weakref import ref
 
 import torch
 from mmengine.dist import get_rank, get_world_size
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from mmdevplug.utils.annotations import SavedState, StateDict
+from mmdevplug.utils.annotations import SavedState, StateDict, Stateful
 from mmdevplug.utils.loops import UNKNOWN
 from mmdevplug.utils.state_types import Maybe
 
 from .order import Order, build_batch_sampler, build_sampler, draws_on, sampler_of
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeGuard
 
 
 class Reading:
@@ -284,7 +287,7 @@ def make_resumable(
     return made
 
 
-def has_state(thing: object) -> bool:
+def has_state(thing: object) -> 'TypeGuard[Stateful]':
     """Whether something has the two methods by which a state is saved and restored."""
     return hasattr(thing, 'state_dict') and hasattr(thing, 'load_state_dict')
 
