@@ -226,7 +226,7 @@ def _compute(
     func: 'OpOverload', args: List[object], kwargs: Dict[str, object]
 ) -> Optional[List[Tensor]]:
     """Results and written operands on the CPU; None if it has no such kernel."""
-    args, kwargs = (replace_parts(each, Tensor.clone) for each in (args, kwargs))
+    args, kwargs = replace_parts(args, Tensor.clone), replace_parts(kwargs, Tensor.clone)
     try:
         result = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError):  # of a vendor alone, or not in this dtype
