@@ -90,7 +90,7 @@ def read_index(path: PathLike) -> object:
     """Read what a checkpoint holds besides tensors; no code of the file runs.
 
     Returns:
-        Any: Containers, numbers and text; None if the file is no archive of PyTorch's.
+        object: Containers, numbers and text; None if the file is no archive of PyTorch's.
     """
     try:
         with zipfile.ZipFile(str(path)) as archive:

@@ -14,7 +14,7 @@ from mmdevplug.config.fields import shortened
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.patches.load_weights import load_state_dict
 from mmdevplug.patches.torch_load import trust_classes
-from mmdevplug.utils.annotations import AnyRunner, Checkpoint, SavedState, StateDict
+from mmdevplug.utils.annotations import AnyRunner, Checkpoint, SavedState
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import unwrap_model
 
@@ -32,7 +32,7 @@ def load_checkpoint(
     map_location: MapLocation,
     strict: bool,
     revise_keys: Sequence[Tuple[str, str]],
-) -> StateDict:
+) -> Checkpoint:
     """Load a checkpoint into the model of a DeviceRunner without running code from it.
 
     Returns the checkpoint; arguments are those of :meth:`mmengine.runner.Runner.load_checkpoint`.

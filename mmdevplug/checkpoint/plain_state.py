@@ -11,7 +11,7 @@ import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from math import inf
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Set, Tuple
 from weakref import ref
 
 import numpy as np
@@ -30,7 +30,7 @@ from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
 from mmdevplug.accelerators import rank_context
-from mmdevplug.utils.annotations import AnyRunner, StateDict
+from mmdevplug.utils.annotations import AnyRunner, SavedState, StateDict
 from mmdevplug.utils.logs import log_warning
 
 from .host_copy import find_leaves
@@ -135,11 +135,11 @@ class PlainState:
         self._warned.update(new)
         return changed
 
-    def load_state_dict(self, saved: Dict[str, Dict[str, Any]]) -> None:
+    def load_state_dict(self, saved: Mapping[str, SavedState]) -> None:
         """Restore what :meth:`state_dict` returned in an earlier run."""
-        saved, skipped = dict(saved), []
+        left, skipped = dict(saved), []
         for owner in list(_owners(self._runner)):
-            for name, (on_device, value) in saved.pop(owner.path, {}).items():
+            for name, (on_device, value) in left.pop(owner.path, {}).items():
                 if _is_switch(owner, name, value):
                     skipped.append(f'{owner.path}.{name}={value}')
                 else:
@@ -151,7 +151,7 @@ class PlainState:
                 f'name without _ or a buffer, and a hook state_dict() and load_state_dict().',
                 'current',
             )
-        warn_of_unused(saved)
+        warn_of_unused(left)
 
     def keep(self) -> Callable[[], None]:
         """Return what restores plain attributes that change from now on."""

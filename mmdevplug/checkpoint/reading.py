@@ -15,7 +15,7 @@ from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
-from mmdevplug.utils.annotations import AnyRunner, StateDict
+from mmdevplug.utils.annotations import AnyRunner, Checkpoint
 from mmdevplug.utils.file_kinds import check_archive, describe_no_checkpoint
 from mmdevplug.utils.logs import log_warning
 
@@ -29,7 +29,7 @@ MapLocation = Union[None, str, torch.device, Callable, Dict[str, str]]
 
 def read_checkpoint(
     filename: str, map_location: MapLocation = 'cpu', mapped: bool = False
-) -> StateDict:
+) -> Checkpoint:
     """Read a checkpoint from a path, or an address that MMEngine knows (``https://``, ...).
 
     With ``mapped`` the tensors of a file stay on the disk until they are copied.
@@ -48,7 +48,7 @@ def read_checkpoint(
 
 def read_for_model(
     filename: str, map_location: MapLocation, mapped: bool, model: nn.Module
-) -> StateDict:
+) -> Checkpoint:
     """Read a checkpoint that has weights, alone or under ``state_dict``, where they are then.
 
     Those of a model's shards are in a folder beside the file.

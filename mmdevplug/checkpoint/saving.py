@@ -241,7 +241,7 @@ def collect_checkpoint(
     meta: Optional[Dict[str, object]] = None,
     by_epoch: bool = True,
     path: Optional[str] = None,
-) -> StateDict:
+) -> Checkpoint:
     """Collect what ``Runner.save_checkpoint`` of MMEngine writes, tensors where they are.
 
     Sharded ones are gathered, or written beside ``path``: other ranks call

@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, Callable, Iterator, List, Mapping, Optional
+from typing import Callable, Iterator, List, Optional
 
 import torch
 from mmengine.config import Config
@@ -21,6 +21,7 @@ from mmdevplug.accelerators.torch_native import TorchNativeAccelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import DevPlugError
 from mmdevplug.registry import ACCELERATORS
+from mmdevplug.utils.annotations import AnyConfig
 from mmdevplug.utils.byte_sizes import format_bytes
 
 from .findings import Finding, Section
@@ -57,7 +58,7 @@ def examine(options: TaskOptions, seconds: float = STEP_SECONDS) -> List[Finding
 
 
 def accelerator_options(
-    cfg: Optional[Mapping[str, Any]], accelerator: Optional[str]
+    cfg: Optional[AnyConfig], accelerator: Optional[str]
 ) -> AcceleratorOptions:
     """Read the config key ``accelerator``, whose name ``accelerator`` replaces if given."""
     given = None if cfg is None else cfg.get('accelerator')

@@ -205,13 +205,12 @@ def _name_operator(runner: DeviceRunner, batch: object, place: Place) -> str:
 
 
 def _why_not(runner: DeviceRunner) -> Optional[str]:
-    model: Any = runner.model
+    model = runner.model
     if not (runner.placement.whole and runner.placement.one_device):
         return 'the model is spread over several devices.'
     if unwrap_model(model) is not model or not isinstance(model, BaseModel):
         return f'{type(model).__name__} is no model of MMEngine.'
-    kind: Any = type(model)
-    if kind.train_step is not BaseModel.train_step:
+    if getattr(type(model), 'train_step', None) is not BaseModel.train_step:
         return f'{type(model).__name__} has a train_step() of its own.'
     if not isinstance(runner.cfg.get('model'), dict):
         return 'the config has no model that can be built again.'

@@ -7,6 +7,7 @@ constant shapes. Losses and predictions are those of a batch that contains a lar
 """
 
 from typing import (
+    TYPE_CHECKING,
     Any,
     Callable,
     Dict,
@@ -28,6 +29,10 @@ from torch.nn.functional import pad
 
 from mmdevplug.config.pad_to import PadTo, Size, round_up
 from mmdevplug.errors import DevPlugError, ModelError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeGuard
+
 
 #: Names of the same attribute in different libraries.
 PAD_VALUE = ('pad_value', 'pad_val')
@@ -71,7 +76,7 @@ class PaddedForward:
             result['inputs'] = self.fill(result['inputs'], result.get('data_samples'))
         return result
 
-    def fill(self, inputs: Inputs, data_samples: Any) -> Inputs:
+    def fill(self, inputs: Inputs, data_samples: object) -> Inputs:
         """Fill the padded area of images with the pad value, and correct the samples' metainfo."""
         self._filled = True
         if not isinstance(inputs, Tensor):
@@ -182,7 +187,7 @@ def _images(data: object) -> Union[Tensor, Sequence[Tensor]]:
     )
 
 
-def _are_samples(samples: object) -> bool:
+def _are_samples(samples: object) -> 'TypeGuard[Sequence[BaseDataElement]]':
     return isinstance(samples, (list, tuple)) and all(
         isinstance(sample, BaseDataElement) for sample in samples
     )
