@@ -13,7 +13,7 @@ from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import PlacementError
 from mmdevplug.model.placement import Placement
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyConfig, AnyRunner
 from mmdevplug.utils.model import unwrap_model
 
 from . import DevicePlan, module_sizes, probe_capacities
@@ -63,8 +63,8 @@ class Parallelism(Placement):
     def from_config(
         cls,
         config: Union[None, bool, Mapping[str, object]],
-        model: object,
-        optim_wrapper: object = None,
+        model: Union[nn.Module, AnyConfig],
+        optim_wrapper: Optional[AnyConfig] = None,
         scope: Optional[str] = None,
     ) -> Optional['Parallelism']:
         """Read the config key ``model_parallel``; None if it asks for one device."""

@@ -128,7 +128,7 @@ def gather_samples(
         return _gather(job, max_bytes if job.error is None else None)
 
 
-def _result(job: Job, pool: List[object]) -> Union[List[object], object]:
+def _result(job: Job, pool: List[object]) -> object:
     if not job.options.stacked:
         return pool
     try:
@@ -137,7 +137,7 @@ def _result(job: Job, pool: List[object]) -> Union[List[object], object]:
         raise known_to_all(error) from None
 
 
-def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[object], object]:
+def _gather(job: Job, max_bytes: Optional[int]) -> object:
     stacked, pickled = job.options.stacked, job.options.allow_pickle
     examples = list_examples(job.rank, job.structures)
     if job.error is None:
