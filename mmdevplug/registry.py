@@ -45,7 +45,7 @@ MODULES = dict(
 )
 
 
-def _build_accelerator(cfg: Mapping[str, Any], registry: Registry) -> Any:
+def _build_accelerator(cfg: Mapping[str, object], registry: Registry) -> object:
     """Build here, whatever ``default_scope`` the config has: MMEngine warns of any other."""
     return build_from_cfg(dict(cfg, _scope_=SCOPE), registry)
 
@@ -58,7 +58,9 @@ class _WithLazyNames(dict):
     list, whose being empty tells MMEngine to call ``register_all_modules`` of a repository.
     """
 
-    def __init__(self, known: Mapping[str, Any], package: str, modules: Mapping[str, str]) -> None:
+    def __init__(
+        self, known: Mapping[str, object], package: str, modules: Mapping[str, str]
+    ) -> None:
         super().__init__(known)
         self._package, self._locations = package, modules
 
@@ -68,11 +70,11 @@ class _WithLazyNames(dict):
             import_module(f'{self._package}.{self._locations[name]}')  # type: ignore[index]
         return known(name)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         name in self  # noqa: B015  ours first, which a user's class of the same name replaces
         super().__setitem__(name, value)
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         if name in self:
             return self[name]
         raise KeyError(name)
@@ -129,7 +131,7 @@ REPLACED = {
 }
 
 
-def class_of(registry: Registry, named: object, scope: Optional[str] = None) -> Any:
+def class_of(registry: Registry, named: object, scope: Optional[str] = None) -> Optional[type]:
     """Return the class that a config names: bare, with a scope, in full, or as the class itself.
 
     Args:
@@ -184,7 +186,7 @@ def ours_for(kind: type) -> type:
     return ours if kind is theirs else _put_under(kind, theirs, ours)
 
 
-def with_ours(registry: Registry, cfg: Any, default: object = None) -> Any:
+def with_ours(registry: Registry, cfg: object, default: object = None) -> Any:
     """Replace the class that a config names by ours, or put ours under it; see :func:`ours_for`.
 
     ``default`` is the class if the config names none. Values that are no config stay as they are.
@@ -196,8 +198,8 @@ def with_ours(registry: Registry, cfg: Any, default: object = None) -> Any:
 
 
 def _put_under(kind: type, theirs: type, ours: type) -> type:
-    noting: Dict[str, Any] = {}
-    checking: Dict[str, Any] = {}
+    noting: Dict[str, object] = {}
+    checking: Dict[str, object] = {}
     for name, lost in {**getattr(ours, 'promises', {}), '__init__': None}.items():
         if getattr(kind, name, None) is not getattr(theirs, name, None):
             fulfilling = (name, *getattr(ours, 'fulfilled_by', {}).get(name, ()))
@@ -208,9 +210,9 @@ def _put_under(kind: type, theirs: type, ours: type) -> type:
     return type(kind.__name__, (kind, below), dict(checking, __module__=kind.__module__))
 
 
-def _note_call(method: Callable[..., Any]) -> Callable[..., Any]:
+def _note_call(method: Callable[..., object]) -> Callable[..., object]:
     @wraps(method)
-    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting(self: object, *args: object, **kwargs: object) -> object:
         vars(self).setdefault('_reached', set()).add(method.__name__)
         return method(self, *args, **kwargs)
 
@@ -219,12 +221,12 @@ def _note_call(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_call(
     kind: type, ours: Any, fulfilling: Tuple[str, ...], lost: Optional[str], absent: bool
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     name = fulfilling[0]
     method = getattr(kind, name)
 
     @wraps(method)
-    def checking(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def checking(self: object, *args: object, **kwargs: object) -> object:
         vars(self).setdefault('_reached', set()).difference_update(fulfilling)
         result = method(self, *args, **kwargs)
         if not vars(self)['_reached'].isdisjoint(fulfilling):

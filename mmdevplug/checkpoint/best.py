@@ -1,9 +1,10 @@
 """Save the checkpoints with the best scores of a validation."""
 
-from typing import Any, Callable, Dict, Set
+from typing import Callable, Dict, Set
 
 import numpy as np
 import torch
+from mmengine.hooks import CheckpointHook
 
 from mmdevplug.utils.annotations import AnyRunner
 
@@ -19,13 +20,13 @@ class BestCheckpoints:
         resumable (bool): Whether a file holds what resuming needs.
     """
 
-    def __init__(self, hook: Any, resumable: bool) -> None:
+    def __init__(self, hook: CheckpointHook, resumable: bool) -> None:
         self._hook = hook
         self._options = dict(save_optimizer=resumable, save_param_scheduler=resumable)
         self._warned: Set[str] = set()
 
     def save(
-        self, runner: AnyRunner, metrics: Dict[str, Any], step: int, save: Callable[..., None]
+        self, runner: AnyRunner, metrics: Dict[str, object], step: int, save: Callable[..., None]
     ) -> bool:
         """Save for the metrics of a validation; return whether anything was saved.
 

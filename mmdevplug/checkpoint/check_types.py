@@ -1,11 +1,11 @@
 """Compare the types of what a checkpoint holds with those of what this run has in its place."""
 
-from typing import Any, Dict, Mapping
+from typing import Dict, List, Mapping, Sequence
 
 from mmengine.logging import HistoryBuffer, MessageHub
 from torch import Tensor
 
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyRunner, AnyScheduler, SavedState, StateDict
 from mmdevplug.utils.state_types import Maybe
 
 from .refusals import refuse_other_types
@@ -19,7 +19,7 @@ _COUNTS = dict(epoch=0, iter=0, max_epochs=0, max_iters=0)
 _HUB = dict(log_scalars={}, runtime_info=_COUNTS, resumed_keys={})
 
 
-def check_types(runner: AnyRunner, checkpoint: Mapping[str, Any], filename: str) -> None:
+def check_types(runner: AnyRunner, checkpoint: SavedState, filename: str) -> None:
     """Refuse a checkpoint to resume from in which something is of another type than here.
 
     Args:
@@ -31,7 +31,7 @@ def check_types(runner: AnyRunner, checkpoint: Mapping[str, Any], filename: str)
         CheckpointError: With the key, its value and what is expected.
     """
     optimizer = _of_optimizers(runner.optim_wrapper.state_dict(), checkpoint.get('optimizer'))
-    expected: Dict[str, Any] = dict(meta=_META, message_hub=_HUB, optimizer=optimizer)
+    expected: StateDict = dict(meta=_META, message_hub=_HUB, optimizer=optimizer)
     schedulers = runner.param_schedulers
     if isinstance(schedulers, dict):
         expected['param_schedulers'] = {k: _states(each) for k, each in schedulers.items()}
@@ -50,7 +50,7 @@ def check_types(runner: AnyRunner, checkpoint: Mapping[str, Any], filename: str)
     refuse_other_types(kinds, dict.fromkeys(kinds, {}), filename, 'meta.kinds')
 
 
-def _of_optimizers(state: Any, found: Any) -> Any:
+def _of_optimizers(state: object, found: object) -> object:
     """What a state of optimizers consists of; what parameters have, each has as most do."""
     if not isinstance(state, Mapping) or not isinstance(found, Mapping):
         return {}
@@ -58,7 +58,7 @@ def _of_optimizers(state: Any, found: Any) -> Any:
         return {name: _of_optimizers(each, found.get(name)) for name, each in state.items()}
     states = found.get('state')
     states = states if isinstance(states, Mapping) else {}
-    of_all: Dict[Any, Any] = {}
+    of_all: Dict[object, object] = {}
     for each in states.values():
         for name, value in each.items() if isinstance(each, Mapping) else ():
             if isinstance(value, Tensor):
@@ -71,10 +71,10 @@ def _of_optimizers(state: Any, found: Any) -> Any:
     return dict(state, param_groups=groups, state=dict.fromkeys(states, of_all))
 
 
-def _states(schedulers: Any) -> Any:
+def _states(schedulers: Sequence[AnyScheduler]) -> List[StateDict]:
     return [_any_numbers(each.state_dict()) for each in schedulers]
 
 
-def _any_numbers(state: Mapping[str, Any]) -> Dict[str, Any]:
+def _any_numbers(state: Mapping[str, object]) -> StateDict:
     """A state whose whole numbers may become others, such as the best value of a metric."""
     return {name: 0.0 if type(value) is int else value for name, value in state.items()}

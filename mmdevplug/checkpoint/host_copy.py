@@ -2,17 +2,18 @@
 
 import copy
 from collections import deque
-from typing import Any, Dict, List, Tuple
+from typing import Dict, List, Tuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from mmdevplug.accelerators import Accelerator
 
+State = TypeVar('State')
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
-def copy_to_host(state: object, accelerator: Accelerator, keep: bool = False) -> Any:
+def copy_to_host(state: State, accelerator: Accelerator, keep: bool = False) -> State:
     """Copy the tensors in dicts, lists, tuples, sets and deques to the host, at any depth.
 
     Containers keep their types. Tensors and containers that occur more than once stay shared, as
@@ -20,7 +21,7 @@ def copy_to_host(state: object, accelerator: Accelerator, keep: bool = False) ->
     """
     leaves = find_leaves(state, {}, set())
     # `deepcopy` takes from here what it would copy otherwise.
-    memo: Dict[int, Any] = {} if keep else dict(leaves)
+    memo: Dict[int, object] = {} if keep else dict(leaves)
     by_device: Dict[torch.device, List[Tensor]] = {}
     for leaf in leaves.values():
         if isinstance(leaf, Tensor):
@@ -36,11 +37,11 @@ def copy_to_host(state: object, accelerator: Accelerator, keep: bool = False) ->
     return copy.deepcopy(state, memo)
 
 
-def find_leaves(state: object, leaves: Dict[int, Any], seen: set) -> Dict[int, Any]:
+def find_leaves(state: object, leaves: Dict[int, object], seen: set) -> Dict[int, object]:
     """Collect by ``id`` what is in dicts, lists, tuples, sets and deques and is none of these."""
     if isinstance(state, dict):
         # A ConfigDict makes new objects for who asks it by its own method.
-        values: Tuple[Any, ...] = tuple(dict.values(state))
+        values: Tuple[object, ...] = tuple(dict.values(state))
     elif isinstance(state, _CONTAINERS):
         values = tuple(state)
     else:

@@ -86,11 +86,11 @@ def origin_of(path: PathLike) -> Origin:
     return Origin()
 
 
-def read_index(path: PathLike) -> Any:
+def read_index(path: PathLike) -> object:
     """Read what a checkpoint holds besides tensors; no code of the file runs.
 
     Returns:
-        Any: Containers, numbers and text; None if the file is no archive of PyTorch's.
+        object: Containers, numbers and text; None if the file is no archive of PyTorch's.
     """
     try:
         with zipfile.ZipFile(str(path)) as archive:
@@ -129,7 +129,7 @@ class _Inert:
 class _Reader(pickle.Unpickler):
     """Builds containers, numbers and text, and nothing that a file names."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         is_dict = (module, name) == ('collections', 'OrderedDict')
         return OrderedDict if is_dict else _Inert
 

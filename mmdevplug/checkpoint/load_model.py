@@ -4,7 +4,7 @@ import re
 from collections import OrderedDict
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from mmengine.hooks import EMAHook
 from torch import nn
@@ -14,11 +14,11 @@ from mmdevplug.config.fields import shortened
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.patches.load_weights import load_state_dict
 from mmdevplug.patches.torch_load import trust_classes
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyRunner, Checkpoint, SavedState
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import unwrap_model
 
-from .reading import newest_files, read_checkpoint, read_for_model
+from .reading import MapLocation, newest_files, read_checkpoint, read_for_model
 from .refusals import refusal
 
 #: Arguments that releases of PyTorch have added, and how the step is computed.
@@ -29,10 +29,10 @@ _OPTIONAL |= {'maximize'}
 def load_checkpoint(
     runner: AnyRunner,
     filename: str,
-    map_location: Any,
+    map_location: MapLocation,
     strict: bool,
     revise_keys: Sequence[Tuple[str, str]],
-) -> Dict[str, Any]:
+) -> Checkpoint:
     """Load a checkpoint into the model of a DeviceRunner without running code from it.
 
     Returns the checkpoint; arguments are those of :meth:`mmengine.runner.Runner.load_checkpoint`.
@@ -54,7 +54,7 @@ def load_checkpoint(
 
 def load_model(
     model: nn.Module,
-    checkpoint: Dict[str, Any],
+    checkpoint: Checkpoint,
     filename: str,
     strict: bool,
     revise_keys: Sequence[Tuple[str, str]],
@@ -107,7 +107,7 @@ def explaining_other_run(filename: str) -> Iterator[None]:
 
 
 def check_complete(
-    checkpoint: Mapping[str, Any], filename: str, with_schedulers: bool, work_dir: str
+    checkpoint: SavedState, filename: str, with_schedulers: bool, work_dir: str
 ) -> None:
     """Refuse a checkpoint without the state of the optimizer or of the schedulers.
 
@@ -137,14 +137,14 @@ def check_complete(
     raise refusal(filename, said, advice)
 
 
-def _lacking(checkpoint: Mapping[str, Any], with_schedulers: bool) -> List[str]:
+def _lacking(checkpoint: SavedState, with_schedulers: bool) -> List[str]:
     keys = ['meta', 'message_hub', 'optimizer'] + ['param_schedulers'] * with_schedulers
     lacking = [key for key in keys if key not in checkpoint]
     meta = checkpoint.get('meta', dict.fromkeys(('epoch', 'iter')))
     return lacking + [f'meta.{key}' for key in ('epoch', 'iter') if key not in meta]
 
 
-def check_names(saved: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+def check_names(saved: Mapping[str, object], names: Sequence[str], where: str) -> None:
     """Refuse the states of other optimizers than those of the config, '' being a single one."""
     found, names = [''] if 'param_groups' in saved else sorted(saved), sorted(names)
     if found != names:
@@ -156,11 +156,7 @@ def check_names(saved: Mapping[str, Any], names: Sequence[str], where: str) -> N
 
 
 def check_optimizer(
-    optimizer: Optimizer,
-    kind: str,
-    saved: Mapping[str, Any],
-    saved_kind: Optional[str],
-    where: str,
+    optimizer: Optimizer, kind: str, saved: SavedState, saved_kind: Optional[str], where: str
 ) -> None:
     """Refuse the state of another optimizer, or of other groups of parameters.
 
@@ -186,7 +182,7 @@ def check_optimizer(
         raise refusal(where, f'{where} holds {said} (paramwise_cfg, or what requires gradients).')
 
 
-def adapt_to_hooks(runner: AnyRunner, checkpoint: Dict[str, Any], where: str) -> None:
+def adapt_to_hooks(runner: AnyRunner, checkpoint: Checkpoint, where: str) -> None:
     """Say whether averaged weights of an EMAHook are in the checkpoint or in the config alone.
 
     Such a checkpoint has the averages in the place of the weights; without the hook, training

@@ -23,7 +23,7 @@ from mmdevplug.data.resumable_loader import has_state, make_resumable
 from mmdevplug.distributed.byte_exchange import gather_bytes
 from mmdevplug.errors import CheckpointError, DevPlugError, first_line
 from mmdevplug.patches.torch_load import last_read, safe_loading
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyLoop, AnyRunner, SavedState, StateDict, Stateful
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import loaders_of
 from mmdevplug.utils.state_types import Maybe
@@ -53,19 +53,19 @@ class Participants:
     """
 
     def __init__(self) -> None:
-        self._things: Dict[str, Any] = {}
+        self._things: Dict[str, Stateful] = {}
         #: They get their states before anyone reads from them, and may be built again and again.
-        self._loaders: Any = WeakValueDictionary()
+        self._loaders: WeakValueDictionary[str, Any] = WeakValueDictionary()
         #: States whose participants are not there yet.
-        self.waiting: Dict[str, Any] = {}
+        self.waiting: StateDict = {}
         #: Whether all others have got theirs.
-        self._loops: Dict[str, Any] = {}
+        self._loops: Dict[str, AnyLoop] = {}
         self._begun = False
         self._built = 0
         self._unknown: Dict[int, str] = {}
         self._warned = False
 
-    def add(self, name: str, thing: Any) -> None:
+    def add(self, name: str, thing: Stateful) -> None:
         """Add a participant; one with a saved state gets it when training begins, or at once.
 
         Args:
@@ -101,7 +101,7 @@ class Participants:
         build = type(runner).build_dataloader
 
         @wraps(build)
-        def build_and_add(*args: Any, **kwargs: Any) -> Any:
+        def build_and_add(*args: object, **kwargs: object) -> object:
             loader = build(*args, **kwargs)
             self._built += 1
             kind = type(getattr(loader, 'dataset', loader)).__name__
@@ -123,13 +123,13 @@ class Participants:
             if has_state(loop):
                 self.add(f'{kind}_loop', loop)
 
-    def _add_loader(self, name: str, loader: Any) -> None:
+    def _add_loader(self, name: str, loader: object) -> None:
         if has_state(loader):
             self.add(name, loader)
         else:
             self._unknown[id(loader)] = name
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The states of all participants that have one; all ranks take part."""
         states, unknown = dict(self.waiting), list(self._unknown.values())
         for name, loader in list(self._loaders.items()):
@@ -154,7 +154,7 @@ class Participants:
             )
         return states
 
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+    def load_state_dict(self, states: Mapping[str, object]) -> None:
         """Give loaders their states, before anyone reads from them, now or when they are built."""
         self.waiting, self._begun = dict(states), False
         self._give()
@@ -187,7 +187,7 @@ class Participants:
                 _load(name, thing, self.waiting.pop(name))
 
 
-def _load(name: str, thing: Any, state: Any) -> None:
+def _load(name: str, thing: Stateful, state: object) -> None:
     """Give a participant its state; name it where it cannot take it."""
     refuse_other_types(state, getattr(thing, 'state_types', None), last_read(), name)
     try:
@@ -202,7 +202,7 @@ def _load(name: str, thing: Any, state: Any) -> None:
         ) from error
 
 
-def warn_of_unused(states: Mapping[str, Any]) -> None:
+def warn_of_unused(states: Mapping[str, object]) -> None:
     """Name states of a checkpoint that nothing in this run has asked for."""
     if states:
         log_warning(
@@ -214,7 +214,7 @@ def warn_of_unused(states: Mapping[str, Any]) -> None:
 # the states of all ranks ------------------------------------------------------------------------
 
 
-def gather_states(participants: Participants) -> Dict[str, Any]:
+def gather_states(participants: Participants) -> StateDict:
     """Collect the states of all ranks for the key :data:`KEY`; all ranks take part."""
     stream = io.BytesIO()
     states = copy_to_host(participants.state_dict(), rank_context().accelerator)
@@ -225,7 +225,7 @@ def gather_states(participants: Participants) -> Dict[str, Any]:
     return dict(version=VERSION, release=__version__, ranks=ranks)
 
 
-def states_of_this_rank(saved: Mapping[str, Any], filename: str) -> Dict[str, Any]:
+def states_of_this_rank(saved: SavedState, filename: str) -> StateDict:
     """Unpack what :func:`gather_states` returned: of this rank, or of rank 0 for other jobs.
 
     Raises:
@@ -242,7 +242,7 @@ def states_of_this_rank(saved: Mapping[str, Any], filename: str) -> Dict[str, An
     return {name: each for name, each in states.items() if same or name not in _OF_ONE_RANK}
 
 
-def unpack(packed: Tensor, filename: str) -> Dict[str, Any]:
+def unpack(packed: Tensor, filename: str) -> StateDict:
     """Unpack the states of one rank."""
     with safe_loading(filename):
         return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()))
@@ -284,9 +284,9 @@ class RandomStates:
     """The random states of this rank, which are restored when training is where it was."""
 
     state_types = dict(python='', numpy='', torch='', accelerator='', device=Maybe(''))
-    _saved: Optional[Dict[str, Any]] = None
+    _saved: Optional[StateDict] = None
 
-    def state_dict(self, renew: bool = True) -> Dict[str, Any]:
+    def state_dict(self, renew: bool = True) -> StateDict:
         """Note the states as they are now, for :meth:`restore`, too."""
         context = rank_context()
         if renew:
@@ -294,7 +294,7 @@ class RandomStates:
         self._saved = random_state(context.accelerator, context.devices)
         return self._saved
 
-    def load_state_dict(self, state: Dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take the states that :meth:`restore` is to restore."""
         self._saved = state
 
@@ -327,7 +327,7 @@ class RankBuffers:
     """
 
     inexact = ''
-    state_types: Sequence[Any] = ()
+    state_types: Sequence[object] = ()
 
     def __init__(self, runner: AnyRunner) -> None:
         self._runner = runner

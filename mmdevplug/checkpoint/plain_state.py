@@ -11,7 +11,7 @@ import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from math import inf
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Set, Tuple
 from weakref import ref
 
 import numpy as np
@@ -30,7 +30,7 @@ from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
 from mmdevplug.accelerators import rank_context
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyRunner, SavedState, StateDict
 from mmdevplug.utils.logs import log_warning
 
 from .host_copy import find_leaves
@@ -80,7 +80,7 @@ class Owner(NamedTuple):
 
     path: str
     value: Any
-    attributes: Dict[str, Any]
+    attributes: Dict[str, object]
     #: Whether it belongs to a hook that is called after the one that saves.
     late: bool
 
@@ -97,12 +97,12 @@ class PlainState:
         self._first = {owner.path: _marks(owner) for owner in _owners(runner)}
         self._warned: Set[str] = set()
 
-    def state_dict(self) -> Dict[str, Dict[str, Any]]:
+    def state_dict(self) -> Dict[str, StateDict]:
         """By path of its owner and name, what has changed and can be saved, on the host.
 
         Each value comes with whether its tensors were on the device.
         """
-        changed: Dict[str, Dict[str, Any]] = {}
+        changed: Dict[str, StateDict] = {}
         not_saved: Dict[str, None] = {}
         for owner in _owners(self._runner):
             if owner.path not in self._first and not isinstance(owner.value, nn.Module):
@@ -135,11 +135,11 @@ class PlainState:
         self._warned.update(new)
         return changed
 
-    def load_state_dict(self, saved: Dict[str, Dict[str, Any]]) -> None:
+    def load_state_dict(self, saved: Mapping[str, SavedState]) -> None:
         """Restore what :meth:`state_dict` returned in an earlier run."""
-        saved, skipped = dict(saved), []
+        left, skipped = dict(saved), []
         for owner in list(_owners(self._runner)):
-            for name, (on_device, value) in saved.pop(owner.path, {}).items():
+            for name, (on_device, value) in left.pop(owner.path, {}).items():
                 if _is_switch(owner, name, value):
                     skipped.append(f'{owner.path}.{name}={value}')
                 else:
@@ -151,7 +151,7 @@ class PlainState:
                 f'name without _ or a buffer, and a hook state_dict() and load_state_dict().',
                 'current',
             )
-        warn_of_unused(saved)
+        warn_of_unused(left)
 
     def keep(self) -> Callable[[], None]:
         """Return what restores plain attributes that change from now on."""
@@ -173,7 +173,7 @@ class PlainState:
 def _owners(runner: AnyRunner) -> Iterator[Owner]:
     """Walk over the modules of a model, its hooks, and the plain objects that they hold."""
     seen: Set[int] = set()
-    todo: List[Tuple[str, Any, int, bool]] = []
+    todo: List[Tuple[str, object, int, bool]] = []
     late = False
     for name, hook in named_hooks(runner):
         if not keeps_state(hook):  # those with a state_dict() save their state themselves
@@ -196,7 +196,7 @@ def _owners(runner: AnyRunner) -> Iterator[Owner]:
                 todo.append((f'{path}.{name}{at}', part, level + 1, late))
 
 
-def _attributes(value: object) -> Dict[str, Any]:
+def _attributes(value: object) -> Dict[str, object]:
     """The attributes of a module, a hook or an object that may be a state of training."""
     package = type(value).__module__.split('.')[0]
     of_ours = package == 'mmdevplug' or (package == 'mmengine' and isinstance(value, Hook))
@@ -219,7 +219,7 @@ def _attributes(value: object) -> Dict[str, Any]:
     return attributes
 
 
-def _objects(value: Any, index: str = '') -> Iterator[Tuple[str, Any]]:
+def _objects(value: Any, index: str = '') -> Iterator[Tuple[str, object]]:
     """The objects of plain Python classes, and modules, in an attribute, with their places."""
     if isinstance(value, nn.Module) or _is_plain_object(value):
         yield index, value
@@ -254,7 +254,7 @@ class _Same:
     __hash__ = object.__hash__
 
 
-def _marks(owner: Owner) -> Dict[str, Tuple[Any, bool]]:
+def _marks(owner: Owner) -> Dict[str, Tuple[object, bool]]:
     """Fingerprint each attribute that may be a state; say whether it is small enough to save."""
     marks = {}
     for name, value in owner.attributes.items():
@@ -275,7 +275,7 @@ def _is_switch(owner: Owner, name: str, value: object) -> bool:
     return private and type(value) is bool
 
 
-def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[Any, float]:
+def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[object, float]:
     """Return the fingerprint of a value and its size in bytes, infinity if it cannot be saved.
 
     Containers with more than ``most`` items are compared by identity.
@@ -305,12 +305,12 @@ def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[Any, float]:
     return _Same(value), inf
 
 
-def _tensors(value: Any) -> Dict[int, Tensor]:
+def _tensors(value: object) -> Dict[int, Tensor]:
     leaves = find_leaves(value, {}, set())
     return {key: leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor)}
 
 
-def _place(value: object, name: str) -> Dict[str, Any]:
+def _place(value: object, name: str) -> Dict[str, object]:
     """The dict that holds an attribute, which not every class lets others set."""
     buffers = getattr(value, '_buffers', {})
     return buffers if name in buffers else vars(value)

@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
+from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Union
 
 import torch
 from mmengine.config import Config
@@ -15,7 +15,7 @@ from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyRunner, Checkpoint
 from mmdevplug.utils.file_kinds import check_archive, describe_no_checkpoint
 from mmdevplug.utils.logs import log_warning
 
@@ -23,10 +23,13 @@ from .job import Job, Origin, origin_of, read_index, read_job
 from .shard_files import check_shards, shards_folder
 from .writing import FINISHED, POINTER, SHARDS, PathLike, is_local
 
+#: Where :func:`torch.load` puts tensors.
+MapLocation = Union[None, str, torch.device, Callable, Dict[str, str]]
+
 
 def read_checkpoint(
-    filename: str, map_location: Any = 'cpu', mapped: bool = False
-) -> Dict[str, Any]:
+    filename: str, map_location: MapLocation = 'cpu', mapped: bool = False
+) -> Checkpoint:
     """Read a checkpoint from a path, or an address that MMEngine knows (``https://``, ...).
 
     With ``mapped`` the tensors of a file stay on the disk until they are copied.
@@ -44,8 +47,8 @@ def read_checkpoint(
 
 
 def read_for_model(
-    filename: str, map_location: Any, mapped: bool, model: nn.Module
-) -> Dict[str, Any]:
+    filename: str, map_location: MapLocation, mapped: bool, model: nn.Module
+) -> Checkpoint:
     """Read a checkpoint that has weights, alone or under ``state_dict``, where they are then.
 
     Those of a model's shards are in a folder beside the file.

@@ -1,7 +1,5 @@
 """Refuse a checkpoint to resume from, with what to do."""
 
-from typing import Any
-
 from mmdevplug.config.fields import shortened
 from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.state_types import differences
@@ -17,7 +15,7 @@ def refusal(
     )
 
 
-def refuse_other_types(found: Any, like: Any, filename: str, where: str = '') -> None:
+def refuse_other_types(found: object, like: object, filename: str, where: str = '') -> None:
     """Refuse values of other types than those of a state that has the same keys.
 
     Raises:

@@ -2,12 +2,12 @@
 
 import copy
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, Mapping, Optional
+from typing import TYPE_CHECKING, Dict, Iterator, Mapping, Optional
 
 from mmengine.hooks import Hook
 
 from mmdevplug.patches.torch_load import last_read
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyRunner, Checkpoint, SavedState, StateDict, Stateful
 from mmdevplug.utils.loops import validation_follows
 
 from . import participants
@@ -18,6 +18,9 @@ from .participants import Participants, RandomStates, RankBuffers
 from .plain_state import PlainState
 from .resumed_progress import Progress, repeat_validation
 
+if TYPE_CHECKING:
+    from .resume_settings import ResumeSettings
+
 
 class Resume:
     """Resume a run from an earlier one, and collect what the next run needs to resume.
@@ -25,6 +28,9 @@ class Resume:
     A DeviceRunner has one; the first checkpoint hook of a stock runner makes it. The first
     checkpoint hook says when something happens.
     """
+
+    #: Compares the settings of the checkpoint with those of the config, while it is loaded.
+    _settings: 'ResumeSettings'
 
     def __init__(self) -> None:
         #: The checkpoint hook that is called first.
@@ -34,12 +40,10 @@ class Resume:
         self.participants = Participants()
         self._random = RandomStates()
         #: Plain attributes of the model and of hooks; None until training begins.
-        self._plain: Any = None
-        self._buffers: Any = None
+        self._plain: Optional[PlainState] = None
+        self._buffers: Optional[RankBuffers] = None
         #: The config of the schedulers, which MMEngine replaces by the built ones.
-        self.scheduler_config: Any = None
-        #: Compares the settings of the checkpoint with those of the config.
-        self._settings: Any = None
+        self.scheduler_config: object = None
         #: The number of ranks of the checkpoint, until training begins.
         self._ranks = 0
         self._progress: Optional[Progress] = None
@@ -48,9 +52,9 @@ class Resume:
         #: Whether a checkpoint was saved since the last iteration.
         self._saved_here = False
         #: Metrics of the last validation, while ``after_val_epoch`` of hooks is called.
-        self.metrics: Optional[Dict[str, Any]] = None
+        self.metrics: Optional[Dict[str, object]] = None
         #: The states of all ranks, while a checkpoint is saved.
-        self._states: Optional[Dict[str, Any]] = None
+        self._states: Optional[StateDict] = None
 
     @classmethod
     def of(cls, runner: AnyRunner, hook: Hook) -> 'Resume':
@@ -86,18 +90,18 @@ class Resume:
             self.file = None
         self._settings.apply()
 
-    def check(self, runner: AnyRunner, checkpoint: Dict[str, Any], filename: str) -> None:
+    def check(self, runner: AnyRunner, checkpoint: Checkpoint, filename: str) -> None:
         """Refuse a checkpoint from which training cannot go on, before any hook reads it."""
         if self.file:
             check_types(runner, checkpoint, filename)
             adapt_to_hooks(runner, checkpoint, filename)
 
-    def compare(self, checkpoint: Mapping[str, Any], filename: str) -> None:
+    def compare(self, checkpoint: SavedState, filename: str) -> None:
         """Compare the settings of a checkpoint, whose weights are loaded, with the config's."""
         if self.file:
             self._settings.compare(checkpoint, filename)
 
-    def take_states(self, runner: AnyRunner, hook: Hook, checkpoint: Mapping[str, Any]) -> None:
+    def take_states(self, runner: AnyRunner, hook: Hook, checkpoint: SavedState) -> None:
         """Keep the states of this rank, for :meth:`begin`; loaders get theirs now."""
         resumed = (self.file or getattr(runner, '_resume', False)) and self.first is hook
         if resumed and participants.KEY in checkpoint:
@@ -127,31 +131,32 @@ class Resume:
             said = 'This run was already finished, at' if finished else 'The checkpoint is of'
             log = runner.logger.info if finished else runner.logger.warning
             log(f'{said} {begun} Raise {limits} of train_cfg to train longer.')
-        if self._plain is None:
-            self._plain, self._buffers = PlainState(runner), RankBuffers(runner)
+        plain, buffers = self._plain, self._buffers
+        if plain is None or buffers is None:
+            plain, buffers = self._plain, self._buffers = PlainState(runner), RankBuffers(runner)
             participants.add_hooks(self.participants, runner)
-            parts = dict(random=self._random, buffers=self._buffers, plain=self._plain)
+            parts: Dict[str, Stateful] = dict(random=self._random, buffers=buffers, plain=plain)
             for name, part in parts.items():
                 self.participants.add(name, part)
         if not self._ranks:
             return
         self.participants.begin()
         ranks, self._ranks = self._ranks, 0
-        self._progress = Progress(runner, ranks, self._buffers, self._random)
+        self._progress = Progress(runner, ranks, buffers, self._random)
         metrics, self.metrics = self.metrics, None
         self.validated = finished or self.validated
         repeat_validation(runner, self.first, metrics)
         if not self.validated:
             self._saved_here = True
             self._progress.validate_if_due()
-        self._progress.before_epoch(self._plain, self.participants)
+        self._progress.before_epoch(plain, self.participants)
 
     def before_epoch(self) -> None:
         """Undo what hooks have done a second time in an epoch that was interrupted."""
         if self._progress is not None:
             self._progress.after_repeating()
 
-    def before_iteration(self, runner: AnyRunner, batch: Any) -> None:
+    def before_iteration(self, runner: AnyRunner, batch: object) -> None:
         """Let DDP arrange its buckets as they were, before the first iteration."""
         if self._progress is None:
             return
@@ -175,7 +180,7 @@ class Resume:
         if self.first is hook and not hasattr(runner.train_loop, 'dataloader_iterator'):
             self.validated = False
 
-    def after_validation(self, metrics: Mapping[str, Any]) -> None:
+    def after_validation(self, metrics: Mapping[str, object]) -> None:
         """Note a validation, and the metrics that are numbers."""
         self.metrics = {k: value for k, value in metrics.items() if isinstance(value, NUMBERS)}
         if self.validated is False:
@@ -189,11 +194,11 @@ class Resume:
 
     # saving -------------------------------------------------------------------------------------
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Whether the validation that follows was done, and its metrics."""
         return dict(validated=self.validated, metrics=self.metrics)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Restore what :meth:`state_dict` returned."""
         self.validated, self.metrics = state['validated'], state['metrics']
 
@@ -211,7 +216,7 @@ class Resume:
         finally:
             self._states = None
 
-    def add_states(self, checkpoint: Dict[str, Any]) -> None:
+    def add_states(self, checkpoint: Checkpoint) -> None:
         """Add the gathered states to a checkpoint that holds optimizers."""
         if self._states is not None and 'optimizer' in checkpoint:
             checkpoint[participants.KEY] = self._states

@@ -16,7 +16,13 @@ from mmengine.runner import EpochBasedTrainLoop
 from torch.optim import Optimizer
 
 from mmdevplug.config.fields import shortened
-from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
+from mmdevplug.utils.annotations import (
+    AnyOptimWrapper,
+    AnyRunner,
+    AnyScheduler,
+    SavedState,
+    StateDict,
+)
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import length_of, loader_of
 
@@ -65,7 +71,7 @@ def describe(differences: Sequence[Difference]) -> str:
     return '; '.join(texts[:_MOST] + more)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a setting as what can be compared and shown."""
     if isinstance(value, Counter):
         return sorted(value.elements())
@@ -74,7 +80,7 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, 'tolist') else getattr(value, '__name__', value)
 
 
-def unscheduled(group: Mapping[str, Any]) -> Dict[str, Any]:
+def unscheduled(group: Mapping[str, object]) -> StateDict:
     """Return the values of a group of parameters before any step of a scheduler."""
     values = {
         name: plain(group.get(f'initial_{name}', value))
@@ -87,13 +93,15 @@ def unscheduled(group: Mapping[str, Any]) -> Dict[str, Any]:
     return values
 
 
-def differing(names: Set[str], saved: Mapping[str, Any], mine: Mapping[str, Any]) -> List[str]:
+def differing(
+    names: Set[str], saved: Mapping[str, object], mine: Mapping[str, object]
+) -> List[str]:
     """List those settings that two dicts hold with different values."""
     both = sorted(names & saved.keys() & mine.keys())
     return [name for name in both if plain(saved[name]) != plain(mine[name])]
 
 
-def group_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> Set[str]:
+def group_settings(optimizer: Optimizer, group: Mapping[str, object]) -> Set[str]:
     """Name the settings in a group; the rest are parameters and progress.
 
     Optimizers such as DAdaptation's and Schedule-Free's count their steps in the groups: in names
@@ -104,7 +112,7 @@ def group_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> Set[str]:
     return {name for name in group if name in known or name not in optimizer.defaults} - {'params'}
 
 
-def scheduler_settings(scheduler: object, state: Mapping[str, Any]) -> Set[str]:
+def scheduler_settings(scheduler: object, state: Mapping[str, object]) -> Set[str]:
     """Name the settings in the state of a scheduler; the rest is how far it has come."""
     # A class of somebody else's may count in names of its own.
     known = type(scheduler).__module__.startswith('mmengine.')
@@ -122,7 +130,7 @@ def _arguments(instance: object) -> Set[str]:
 
 
 def replay(
-    schedulers: Sequence[Any],
+    schedulers: Sequence[AnyScheduler],
     converted: Sequence[bool],
     done: Tuple[int, int],
     epoch: Sequence[int],
@@ -151,7 +159,7 @@ def replay(
                 scheduler.step()
 
 
-def param_groups(wrapper: AnyOptimWrapper) -> List[Dict[str, Any]]:
+def param_groups(wrapper: AnyOptimWrapper) -> List[StateDict]:
     """List what schedulers change: groups, and the settings that MMEngine logs with several."""
     base = getattr(wrapper, 'base_param_settings', None)
     return wrapper.optimizer.param_groups + ([] if base is None else [base])
@@ -171,7 +179,7 @@ class OptimizerSettings:
     takes_config = False
 
     def __init__(
-        self, name: str, wrapper: AnyOptimWrapper, schedulers: List[Any], config: object
+        self, name: str, wrapper: AnyOptimWrapper, schedulers: List[AnyScheduler], config: object
     ) -> None:
         self.name, self.wrapper, self.schedulers = name, wrapper, schedulers
         configs = config if isinstance(config, (list, tuple)) else [config]
@@ -185,7 +193,7 @@ class OptimizerSettings:
         self._follows_metric = any(getattr(s, 'need_val_args', False) for s in self.schedulers)
 
     def compare(
-        self, checkpoint: Mapping[str, Any], where: str, run: 'ResumeSettings'
+        self, checkpoint: SavedState, where: str, run: 'ResumeSettings'
     ) -> List[Difference]:
         """Return how a checkpoint, read from a file, differs; or refuse it."""
         state = checkpoint['optimizer'][self.name] if self.name else checkpoint['optimizer']
@@ -228,7 +236,7 @@ class OptimizerSettings:
     def _name(self, first: str, *rest: str) -> str:
         return '.'.join(filter(None, (first, self.name, *rest)))
 
-    def _compare_groups(self, state: Mapping[str, Any], scaled: bool) -> List[Difference]:
+    def _compare_groups(self, state: SavedState, scaled: bool) -> List[Difference]:
         differences = []
         for saved, built in zip(state['param_groups'], self.groups):
             before, now = unscheduled(saved), unscheduled(built)
@@ -239,7 +247,7 @@ class OptimizerSettings:
         return differences
 
     def _compare_schedulers(
-        self, states: Sequence[Mapping[str, Any]], run: 'ResumeSettings'
+        self, states: Sequence[Mapping[str, object]], run: 'ResumeSettings'
     ) -> List[Difference]:
         differences = []
         schedulers = zip(self.schedulers, states, self.states)
@@ -254,7 +262,7 @@ class OptimizerSettings:
                 differences.append(Difference(name, plain(saved[key]), plain(built[key]), why))
         return differences
 
-    def _as_before(self, index: int, run: 'ResumeSettings') -> Optional[Dict[str, Any]]:
+    def _as_before(self, index: int, run: 'ResumeSettings') -> Optional[StateDict]:
         """The state of a scheduler if the run and its epochs were as long as the checkpoint's."""
         options = copy.deepcopy(dict(self.configs[index]))
         end = run.then[options.get('by_epoch', True)]
@@ -291,7 +299,7 @@ class OptimizerSettings:
 # the runner -------------------------------------------------------------------------------------
 
 
-def counted_epochs(meta: Mapping[str, Any]) -> Optional[bool]:
+def counted_epochs(meta: SavedState) -> Optional[bool]:
     """Whether the loop that a checkpoint is of counts epochs; None if that is not known."""
     if 'counts_epochs' in meta:
         return meta['counts_epochs']
@@ -329,7 +337,7 @@ class ResumeSettings:
         #: Iterations of an epoch, then and now; epochs and iterations that are done.
         self.epoch, self.done = [length_of(loader_of(loop)) or 1] * 2, (0, 0)
 
-    def compare(self, checkpoint: Mapping[str, Any], where: str) -> None:
+    def compare(self, checkpoint: SavedState, where: str) -> None:
         """Compare with a checkpoint, and say in one warning what differs and which is taken.
 
         Raises:

@@ -1,6 +1,6 @@
 """Continue training at the checkpoint: loops, random states, and a validation that was due."""
 
-from typing import Any, Callable, List, Mapping, Optional
+from typing import Callable, List, Mapping, Optional, Union
 
 import mmengine
 from mmengine.dist import get_world_size
@@ -14,7 +14,8 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import loader_of, progress_of, validation_follows
 from mmdevplug.utils.model import accumulative_counts
 
-from .participants import RandomStates, RankBuffers, keeps_state
+from .participants import Participants, RandomStates, RankBuffers, keeps_state
+from .plain_state import PlainState
 
 
 class Progress:
@@ -34,7 +35,7 @@ class Progress:
         given_loader = loader_of(runner.train_loop)
         loader = given_loader if isinstance(given_loader, ResumableLoader) else None
         resumed_at = None if loader is None else loader.resumed_at
-        self._undo: List[Callable[[], Any]] = []
+        self._undo: List[Callable[[], object]] = []
         #: Whether random states are restored before the next epoch begins.
         self._between_epochs = resumed_at is None
         inexact = [getattr(loader, 'inexact', ''), buffers.inexact]
@@ -49,7 +50,7 @@ class Progress:
                 f'the checkpoint is in the middle of accumulative_counts={counts}, and gradients '
                 f'of {runner.iter % counts} iteration(s) were not saved'
             )
-        self._endless: Any = getattr(loop, 'dataloader_iterator', None)
+        self._endless: object = getattr(loop, 'dataloader_iterator', None)
         # A loader without a saved position starts again, and MMEngine's loop then skips the
         # batches that were trained on. Ours continues, so the loop gets placeholders to skip.
         if isinstance(loop, IterBasedTrainLoop) and (loader is None or loader.has_place):
@@ -73,7 +74,7 @@ class Progress:
                 f'uninterrupted run.'
             )
 
-    def before_epoch(self, *parts: Any) -> None:
+    def before_epoch(self, *parts: Union[PlainState, Participants]) -> None:
         """Restore random states, or note those of parts, when ``before_train_epoch`` comes next.
 
         In the middle of an epoch hooks have been called already: :meth:`after_repeating` undoes
@@ -125,7 +126,7 @@ def _drops_batches(loop: IterBasedTrainLoop) -> bool:
 
 
 def repeat_validation(
-    runner: AnyRunner, checkpoint_hook: Hook, metrics: Optional[Mapping[str, Any]]
+    runner: AnyRunner, checkpoint_hook: Hook, metrics: Optional[Mapping[str, object]]
 ) -> None:
     """Call ``after_val_epoch`` of the hooks whose turn came after the checkpoint was saved."""
     hooks = runner.hooks

@@ -30,7 +30,13 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.failure import before_abort
 from mmdevplug.model.placement import placement_of
 from mmdevplug.optim.adapt_config import join_consolidation
-from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
+from mmdevplug.utils.annotations import (
+    AnyOptimWrapper,
+    AnyRunner,
+    AnyScheduler,
+    Checkpoint,
+    StateDict,
+)
 from mmdevplug.utils.loops import loader_of
 from mmdevplug.utils.model import unwrap_model
 from mmdevplug.utils.signals import start_thread
@@ -114,7 +120,7 @@ class CheckpointSaver:
         """Save, and finish when the file is there, which may be later."""
         later: List[Callable[[], None]] = []
 
-        def copy(checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict]) -> None:
+        def copy(checkpoint: Checkpoint, path: str, backend_args: Optional[Dict]) -> None:
             self._background.join()  # frees the copy of the checkpoint before
             copied = copy_to_host(checkpoint, rank_context().accelerator, keep=True)
             later.append(partial(writing.write_checkpoint, copied, path, backend_args))
@@ -190,7 +196,7 @@ class CheckpointSaver:
             run_on_main('writing the last checkpoint', self._background.join)
 
 
-def check_arguments(runner: AnyRunner, given: Mapping[str, Any]) -> None:
+def check_arguments(runner: AnyRunner, given: Mapping[str, object]) -> None:
     """Refuse arguments of a checkpoint hook that ``runner.save_checkpoint`` does not take."""
     if not given:
         return
@@ -205,9 +211,9 @@ def save_checkpoint(
     path: str,
     save_optimizer: bool = True,
     save_param_scheduler: bool = True,
-    meta: Optional[Dict[str, Any]] = None,
+    meta: Optional[Dict[str, object]] = None,
     by_epoch: bool = True,
-    backend_args: Optional[Dict[str, Any]] = None,
+    backend_args: Optional[Dict[str, object]] = None,
 ) -> None:
     """Save what ``Runner.save_checkpoint`` of MMEngine does, atomically; all ranks call it."""
     if not is_main_process():
@@ -217,7 +223,7 @@ def save_checkpoint(
     _WRITE.get()(collect_checkpoint(runner, *options), path, backend_args)
 
 
-def write_at_once(checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict]) -> None:
+def write_at_once(checkpoint: Checkpoint, path: str, backend_args: Optional[Dict]) -> None:
     """Write what was collected."""
     writing.write_checkpoint(
         copy_to_host(checkpoint, rank_context().accelerator), path, backend_args
@@ -232,10 +238,10 @@ def collect_checkpoint(
     runner: AnyRunner,
     save_optimizer: bool = True,
     save_param_scheduler: bool = True,
-    meta: Optional[Dict[str, Any]] = None,
+    meta: Optional[Dict[str, object]] = None,
     by_epoch: bool = True,
     path: Optional[str] = None,
-) -> Dict[str, Any]:
+) -> Checkpoint:
     """Collect what ``Runner.save_checkpoint`` of MMEngine writes, tensors where they are.
 
     Sharded ones are gathered, or written beside ``path``: other ranks call
@@ -244,7 +250,7 @@ def collect_checkpoint(
     hub = runner.message_hub.state_dict()
     # MMEngine would warn of each log value that is not saved.
     saved = filter(hub['resumed_keys'].get, hub['resumed_keys'])
-    checkpoint: Dict[str, Any] = {
+    checkpoint: Checkpoint = {
         'meta': _meta(runner, dict(meta or {}), by_epoch),
         'state_dict': weights_of(runner.model),
         'message_hub': dict(hub, resumed_keys=dict.fromkeys(saved, True)),
@@ -270,7 +276,7 @@ def collect_checkpoint(
     return checkpoint
 
 
-def weights_of(model: nn.Module) -> Dict[str, Any]:
+def weights_of(model: nn.Module) -> StateDict:
     """Return ``state_dict()`` of a model, which may override it.
 
     Children may be wrapped, too: their names are saved without ``module.``.
@@ -299,7 +305,7 @@ def join_collecting(runner: AnyRunner, save_optimizer: bool, path: str) -> None:
                 hook.ema_model.state_dict()  # gathers, as the hook of rank 0 does
 
 
-def _collect_states(runner: AnyRunner, checkpoint: Dict[str, Any], path: Optional[str]) -> None:
+def _collect_states(runner: AnyRunner, checkpoint: Checkpoint, path: Optional[str]) -> None:
     placement, folder = placement_of(runner), None
     if path is not None and placement.writes_shards:
         if not writing.is_local(path):
@@ -320,7 +326,7 @@ def _collect_states(runner: AnyRunner, checkpoint: Dict[str, Any], path: Optiona
         checkpoint[writing.SUMS] = {name: one for each in sums for name, one in each.items()}
 
 
-def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, Any]:
+def _meta(runner: AnyRunner, meta: Dict[str, object], by_epoch: bool) -> StateDict:
     # MMEngine counts an epoch or an iteration only after the hooks that save it.
     meta.setdefault('epoch', runner.epoch + 1 if by_epoch else runner.epoch)
     meta.setdefault('iter', runner.iter if by_epoch else runner.iter + 1)
@@ -333,7 +339,7 @@ def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, 
         job=getattr(getattr(runner, 'job', None), 'name', None),
         counts_epochs=isinstance(runner.train_loop, EpochBasedTrainLoop),
     )
-    dataset: Any = getattr(loader_of(runner.train_loop), 'dataset', None)
+    dataset: object = getattr(loader_of(runner.train_loop), 'dataset', None)
     if hasattr(dataset, 'metainfo'):
         meta['dataset_meta'] = dataset.metainfo
     return meta
@@ -356,7 +362,7 @@ def by_name(optim_wrapper: AnyOptimWrapper, schedulers: Any, config: Any) -> Lis
     ]
 
 
-def kinds_of(wrapper: AnyOptimWrapper, schedulers: Sequence[Any]) -> Dict[str, Any]:
+def kinds_of(wrapper: AnyOptimWrapper, schedulers: Sequence[AnyScheduler]) -> Dict[str, Any]:
     """Name the classes of an optimizer, or of the one inside of it, and of its schedulers."""
     optimizer = getattr(wrapper.optimizer, 'optim', wrapper.optimizer)
     names = [type(one).__name__ for one in schedulers]

@@ -4,9 +4,10 @@ import os
 import re
 import zlib
 from pathlib import Path
-from typing import Any, Dict, Mapping
+from typing import Dict
 
 from mmdevplug.errors import CheckpointError
+from mmdevplug.utils.annotations import SavedState
 
 from .writing import SHARDS, SUMS, PathLike
 
@@ -15,7 +16,7 @@ _FILE = re.compile(r'(state_dict|optimizer)/(\.metadata|__\d+_\d+\.distcp)')
 _STRETCH = 4 << 20
 
 
-def shards_folder(path: PathLike, checkpoint: Mapping[str, Any]) -> str:
+def shards_folder(path: PathLike, checkpoint: SavedState) -> str:
     """Return the folder of a checkpoint's shards: beside the file, and named after it.
 
     What the file says decides on the end of the name alone: ``epoch_1.pth`` has ``epoch_1.shards``
@@ -44,7 +45,7 @@ def sums_of_rank(folder: str, rank: int) -> Dict[str, int]:
     return found
 
 
-def check_shards(path: PathLike, checkpoint: Mapping[str, Any]) -> None:
+def check_shards(path: PathLike, checkpoint: SavedState) -> None:
     """Compare the shards of a checkpoint with the checksums that it holds.
 
     Raises:

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Dict, Iterator, Optional
+from typing import IO, Any, Dict, Iterator, Optional
 
 import torch
 from mmengine.fileio import LocalBackend, get_file_backend
@@ -19,6 +19,7 @@ from mmengine.runner.checkpoint import save_checkpoint
 from mmdevplug.errors import CheckpointError, first_line
 from mmdevplug.patches.torch_load import refused_names
 from mmdevplug.utils import atomic_files
+from mmdevplug.utils.annotations import Checkpoint
 from mmdevplug.utils.atomic_files import UNFINISHED, PathLike
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.logs import log_warning
@@ -61,7 +62,7 @@ def write_text(text: str, path: Path) -> None:
 
 
 def write_checkpoint(
-    checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict[str, Any]] = None
+    checkpoint: Checkpoint, path: str, backend_args: Optional[Dict[str, object]] = None
 ) -> None:
     """Write a checkpoint of host tensors to a local path or an address; raise CheckpointError."""
 
@@ -107,7 +108,7 @@ class _Pickler(pickle.Pickler):
 _PICKLE = SimpleNamespace(**dict(vars(pickle), Pickler=_Pickler))
 
 
-def save_with_warning(value: Any, file: Any, path: str) -> None:
+def save_with_warning(value: object, file: IO[bytes], path: str) -> None:
     """Call ``torch.save``, and name what ``weights_only`` would refuse when the file is read."""
     try:
         torch.save(value, file, pickle_module=_PICKLE)
@@ -117,8 +118,9 @@ def save_with_warning(value: Any, file: Any, path: str) -> None:
             f'numbers, strings, tensors and containers of these there.'
         ) from error
     file.flush()
-    if getattr(file, 'error', None) is not None:
-        raise file.error
+    failed = getattr(file, 'error', None)
+    if failed is not None:
+        raise failed
     for name in refused_names(getattr(file, 'name', file)):
         log_warning(
             f'{path} cannot be resumed from: {_place_of(value, name) or "an object"} needs '
@@ -127,7 +129,7 @@ def save_with_warning(value: Any, file: Any, path: str) -> None:
         )
 
 
-def _place_of(value: Any, name: str = '') -> str:
+def _place_of(value: object, name: str = '') -> str:
     """Where a nested value holds a class, or what cannot be pickled: ``['message_hub']['f']``."""
     parts = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
     named = '\n'.join(name.rsplit('.', 1)).encode()  # as pickle writes it
@@ -181,7 +183,7 @@ class _File(io.BufferedWriter):
             self.error = error
 
 
-def is_local(path: str, backend_args: Optional[Dict[str, Any]] = None) -> bool:
+def is_local(path: str, backend_args: Optional[Dict[str, object]] = None) -> bool:
     """Whether a path is on a file system of this host."""
     return isinstance(get_file_backend(path, backend_args=backend_args), LocalBackend)
 

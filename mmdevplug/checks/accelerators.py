@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
+from typing import Callable, Iterator, List, Optional
 
 import torch
 from mmengine.config import Config
@@ -21,17 +21,18 @@ from mmdevplug.accelerators.torch_native import TorchNativeAccelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import DevPlugError
 from mmdevplug.registry import ACCELERATORS
+from mmdevplug.utils.annotations import AnyConfig
 from mmdevplug.utils.byte_sizes import format_bytes
 
 from .findings import Finding, Section
-from .isolated import run_isolated
+from .isolated import TaskOptions, run_isolated
 
 section = Section('accelerators')
 STEP_SECONDS = 120.0
 CHOICE = 'choice'
 
 
-def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Finding]:
+def examine(options: TaskOptions, seconds: float = STEP_SECONDS) -> List[Finding]:
     """Examine every family, or ``options['accelerator']``, and compute on each device."""
     # A vendor's package may change what PyTorch answers afterwards, so those without come first.
     ordered = list(reversed(DETECTION_ORDER))
@@ -57,7 +58,7 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Find
 
 
 def accelerator_options(
-    cfg: Optional[Mapping[str, Any]], accelerator: Optional[str]
+    cfg: Optional[AnyConfig], accelerator: Optional[str]
 ) -> AcceleratorOptions:
     """Read the config key ``accelerator``, whose name ``accelerator`` replaces if given."""
     given = None if cfg is None else cfg.get('accelerator')
@@ -69,7 +70,7 @@ def accelerator_options(
     return replace(options, device=dict(type=accelerator))
 
 
-def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:
+def work(task: str, options: TaskOptions, say: Callable[[str], None]) -> Iterator[Finding]:
     """Examine one family; see :mod:`mmdevplug.checks.isolated`."""
     say('loading the config')
     cfg = None
@@ -94,7 +95,7 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
 
 
 def _examine_family(
-    options: Dict[str, Any], asked_for: bool, say: Callable[[str], None]
+    options: TaskOptions, asked_for: bool, say: Callable[[str], None]
 ) -> Iterator[Finding]:
     name = options['type']
     known = find_registered(name) is not None

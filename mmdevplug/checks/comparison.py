@@ -2,7 +2,18 @@
 
 import copy
 from contextlib import contextmanager, nullcontext
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 from mmengine.model import BaseModel
@@ -12,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from mmdevplug.errors import first_line
 from mmdevplug.runner import DeviceRunner
+from mmdevplug.utils.annotations import AnyConfig
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
 from mmdevplug.utils.pytree import tensors_in
 from mmdevplug.utils.torch_compat import DISPATCH_MODES
@@ -65,8 +77,8 @@ class Record:
     def begin_backward(self) -> None:
         """Gradients arrive by themselves."""
 
-    def _hook(self, name: str) -> Any:
-        def note(_: nn.Module, __: Any, output: Any) -> None:
+    def _hook(self, name: str) -> Callable[[nn.Module, object, object], None]:
+        def note(_: nn.Module, __: object, output: object) -> None:
             call = self._calls[name] = self._calls.get(name, 0) + 1
             for number, tensor in enumerate(tensors_in(output)):
                 if not tensor.is_floating_point():
@@ -117,7 +129,7 @@ class Difference(NamedTuple):
         return f'{self.there:.5g} on {device} and {self.here:.5g} on the CPU'
 
 
-def compare_step(runner: DeviceRunner, batch: Any) -> List[Finding]:
+def compare_step(runner: DeviceRunner, batch: object) -> List[Finding]:
     """Compare one step of a runner's model with that of a new model on the CPU.
 
     The model on the CPU gets the same weights and the same batch. A third step, there, with
@@ -168,7 +180,7 @@ def compare_step(runner: DeviceRunner, batch: Any) -> List[Finding]:
     return [section.error(said, WHY, REMEDY)]
 
 
-def _name_operator(runner: DeviceRunner, batch: Any, place: Place) -> str:
+def _name_operator(runner: DeviceRunner, batch: object, place: Place) -> str:
     """Compare the operators at a place of one more step; what is added to the message."""
     if not DISPATCH_MODES:
         return ''
@@ -193,31 +205,32 @@ def _name_operator(runner: DeviceRunner, batch: Any, place: Place) -> str:
 
 
 def _why_not(runner: DeviceRunner) -> Optional[str]:
-    model: Any = runner.model
+    model = runner.model
     if not (runner.placement.whole and runner.placement.one_device):
         return 'the model is spread over several devices.'
     if unwrap_model(model) is not model or not isinstance(model, BaseModel):
         return f'{type(model).__name__} is no model of MMEngine.'
-    kind: Any = type(model)
-    if kind.train_step is not BaseModel.train_step:
+    if getattr(type(model), 'train_step', None) is not BaseModel.train_step:
         return f'{type(model).__name__} has a train_step() of its own.'
     if not isinstance(runner.cfg.get('model'), dict):
         return 'the config has no model that can be built again.'
     return None
 
 
-def _config_of(runner: DeviceRunner) -> Any:
+def _config_of(runner: DeviceRunner) -> Optional[AnyConfig]:
     config = copy.deepcopy(runner.cfg.model)
     if runner.cfg.get('data_preprocessor') is not None:  # as MMEngine's runner
         config.setdefault('data_preprocessor', copy.deepcopy(runner.cfg.data_preprocessor))
     return config
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: object) -> object:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def _step(model: BaseModel, batch: Any, runner: Optional[DeviceRunner], moved: int = 0) -> Record:
+def _step(
+    model: BaseModel, batch: object, runner: Optional[DeviceRunner], moved: int = 0
+) -> Record:
     """Record losses and gradients; on the CPU if there is no runner.
 
     ``moved`` is another seed, with which weights are moved by rounding.
@@ -232,7 +245,7 @@ def _step(model: BaseModel, batch: Any, runner: Optional[DeviceRunner], moved: i
 
 def _compute(
     model: BaseModel,
-    batch: Any,
+    batch: object,
     runner: Optional[DeviceRunner],
     watcher: Union[Record, OperatorComparison],
     moved: int = 0,
@@ -264,7 +277,7 @@ def _compute(
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
     """Draw nothing in layers that drop values: each device draws otherwise."""
-    before: List[Tuple[nn.Module, str, Any]] = []
+    before: List[Tuple[nn.Module, str, object]] = []
     for module in model.modules():
         if isinstance(module, _DropoutNd) or type(module).__name__.startswith('Drop'):
             before.append((module, 'training', module.training))

@@ -3,7 +3,7 @@
 import re
 from traceback import walk_tb
 from types import FrameType
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from mmengine.config import Config
 from mmengine.registry import OPTIMIZERS, Registry
@@ -11,7 +11,7 @@ from mmengine.registry import OPTIMIZERS, Registry
 from mmdevplug.config.fields import did_you_mean
 from mmdevplug.errors import chain
 
-Part = Tuple[str, Mapping[str, Any]]
+Part = Tuple[str, Mapping[str, object]]
 
 
 def explain_config(error: Exception) -> Optional[str]:
@@ -46,12 +46,12 @@ def _find_config(frames: List[FrameType]) -> Optional[Config]:
     return None
 
 
-def _parts(value: Any, path: str = '') -> Iterator[Part]:
+def _parts(value: object, path: str = '') -> Iterator[Part]:
     """Yield all dicts of a config with their keys, as ``--cfg-options`` takes them."""
     if isinstance(value, (Mapping, Config)):
         if path:
             yield path, value
-        items: Any = value.items()
+        items: Iterable[Tuple[object, object]] = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
     else:
@@ -82,7 +82,7 @@ def _explain_type(error: KeyError, frames: List[FrameType], parts: List[Part]) -
 
 
 def _explain_unknown(name: str, registry: Registry, parts: List[Part]) -> str:
-    known: Dict[str, Any] = {}
+    known: Dict[str, object] = {}
     each: Optional[Registry] = registry
     while each is not None:
         known.update(each.module_dict)

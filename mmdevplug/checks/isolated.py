@@ -10,13 +10,16 @@ import signal
 import sys
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any, Dict, Iterator, Sequence
+from typing import Any, Dict, Iterator, Optional, Sequence
 
 from .findings import Finding
 
+#: What ``work`` gets besides a task: values that can be pickled, by the names of their options.
+TaskOptions = Dict[str, Any]
+
 
 def run_isolated(
-    module: str, tasks: Sequence[str], options: Dict[str, Any], seconds: float
+    module: str, tasks: Sequence[str], options: TaskOptions, seconds: float
 ) -> Iterator[Finding]:
     """Call ``module.work`` for one task after the other; after a death, in a new process.
 
@@ -57,12 +60,12 @@ def _died(module: str, task: str, step: str, how: str) -> Finding:
     )
 
 
-def _describe(status: Any) -> str:
-    names = {-number.value: number.name for number in signal.Signals}
+def _describe(status: Optional[int]) -> str:
+    names: Dict[Optional[int], str] = {-number.value: number.name for number in signal.Signals}
     return names.get(status, f'exit status {status}')
 
 
-def _run(connection: Connection, module: str, tasks: Sequence[str], options: Any) -> None:
+def _run(connection: Connection, module: str, tasks: Sequence[str], options: TaskOptions) -> None:
     os.dup2(2, 1)  # libraries print, and the report goes to the standard output
     work = import_module(module).work
     for task in tasks:

@@ -4,7 +4,7 @@ import sys
 import tempfile
 import traceback
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from typing import Any, Iterator, List, NamedTuple, Tuple
+from typing import Iterator, List, NamedTuple, Tuple
 
 import torch
 from mmengine.config import Config
@@ -27,6 +27,7 @@ from mmdevplug.model.move import (
 )
 from mmdevplug.runner import DeviceRunner
 from mmdevplug.runner.explain_errors import explained
+from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.pytree import tensors_in
 
@@ -97,7 +98,7 @@ def compare_with_cpu(cfg: Config) -> List[Finding]:
 
 
 @contextmanager
-def _built(cfg: Config) -> Iterator[Tuple[DeviceRunner, Any]]:
+def _built(cfg: Config) -> Iterator[Tuple[DeviceRunner, object]]:
     for key in ('resume', 'load_from'):
         cfg.pop(key, None)
     if isinstance(cfg.get('visualizer'), dict):
@@ -155,7 +156,7 @@ def _validate(runner: DeviceRunner) -> List[Finding]:
     return [section.ok('one validation step')]
 
 
-def _check_runner(runner: Any) -> None:
+def _check_runner(runner: object) -> None:
     if not isinstance(runner, DeviceRunner):
         raise DevPlugError(
             f'runner_type={type(runner).__name__!r} ignores the device keys or trains by a '
@@ -168,7 +169,7 @@ def _check_runner(runner: Any) -> None:
         )
 
 
-def _prepare(runner: DeviceRunner) -> Any:
+def _prepare(runner: DeviceRunner) -> object:
     """Build what :meth:`DeviceRunner.train` builds, in its order; return the first batch."""
     runner._train_loop = runner.build_train_loop(runner._train_loop)
     runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
@@ -184,7 +185,7 @@ def _prepare(runner: DeviceRunner) -> Any:
     return batch
 
 
-def _first_batch(runner: DeviceRunner) -> Any:
+def _first_batch(runner: DeviceRunner) -> object:
     # The loop of iterations has begun to read already, and samplers without end are read once.
     begun = getattr(runner.train_loop, 'dataloader_iterator', None)
     data = begun if isinstance(begun, _InfiniteDataloaderIterator) else runner.train_dataloader
@@ -209,7 +210,7 @@ def _misplaced(runner: DeviceRunner) -> List[str]:
     return [f'not on {device}: {describe_misplaced(found)}'] if found else []
 
 
-def _apart(model: nn.Module, optim_wrapper: Any) -> Iterator[str]:
+def _apart(model: nn.Module, optim_wrapper: AnyOptimWrapper) -> Iterator[str]:
     """Describe tensors that have to be on one device and are not, in one line each."""
     for name, module in model.named_modules():
         own = devices_of([*module.parameters(recurse=False), *module.buffers(recurse=False)])

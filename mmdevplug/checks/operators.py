@@ -2,13 +2,27 @@
 
 import re
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import Tensor, nn
 
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 from mmdevplug.utils.torch_compat import DISPATCH_MODES, DispatchMode
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 #: How far results may be apart, relative to the largest of a tensor: TF32 of CUDA included.
 TOLERANCE = 5e-3
@@ -96,15 +110,15 @@ class OperatorComparison(DispatchMode):
             self.__exit__(None, None, None)
         self._entered = here
 
-    def _enter(self, name: str) -> Any:
-        def enter(*_: Any) -> None:
+    def _enter(self, name: str) -> Callable[..., None]:
+        def enter(*_: object) -> None:
             self._inside.append(name)
             self._follow()
 
         return enter
 
-    def _leave(self, name: str) -> Any:
-        def leave(_: nn.Module, __: Any, output: Any) -> None:
+    def _leave(self, name: str) -> Callable[[nn.Module, object, object], None]:
+        def leave(_: nn.Module, __: object, output: object) -> None:
             self._inside.pop()
             call = self._calls[name] = self._calls.get(name, 0) + 1
             self._follow()
@@ -115,7 +129,7 @@ class OperatorComparison(DispatchMode):
 
         return leave
 
-    def _arrive(self, _: Any) -> None:
+    def _arrive(self, _: object) -> None:
         self._arrived = True
 
     def _is_here(self) -> bool:
@@ -130,11 +144,11 @@ class OperatorComparison(DispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: 'OpOverload',
         types: Sequence[type],
         args: Tuple = (),
-        kwargs: Optional[Dict[str, Any]] = None,
-    ) -> Any:
+        kwargs: Optional[Dict[str, object]] = None,
+    ) -> object:
         kwargs = kwargs or {}
         if not self._is_here() or not _is_comparable(func):
             return func(*args, **kwargs)
@@ -146,7 +160,7 @@ class OperatorComparison(DispatchMode):
             self._compare(func, before, found)
         return result
 
-    def _compare(self, func: Any, operands: List[Any], found: List[Tensor]) -> None:
+    def _compare(self, func: 'OpOverload', operands: List[Any], found: List[Tensor]) -> None:
         kwargs = {
             key: torch.device('cpu') if isinstance(value, torch.device) else value
             for key, value in operands[1].items()
@@ -155,7 +169,7 @@ class OperatorComparison(DispatchMode):
         if expected is None or len(expected) != len(found):
             return
         self.compared += 1
-        moved: Any = None
+        moved: Optional[List[Tensor]] = None
         for number, (there, here) in enumerate(zip(found, expected)):
             place = _difference(there.detach().cpu(), here, None)
             if place is None:
@@ -171,7 +185,7 @@ class OperatorComparison(DispatchMode):
                 return
 
 
-def _is_comparable(func: Any) -> bool:
+def _is_comparable(func: 'OpOverload') -> bool:
     """Whether its results are new values that the operands decide."""
     drawn = getattr(torch, 'Tag', None)
     drawn = getattr(drawn, 'nondeterministic_seeded', None)
@@ -181,7 +195,7 @@ def _is_comparable(func: Any) -> bool:
     return any(alias is None or alias.is_write for alias in returns)
 
 
-def _written(func: Any) -> List[int]:
+def _written(func: 'OpOverload') -> List[int]:
     """The positions of the operands that an operator writes."""
     found = []
     for i, operand in enumerate(func._schema.arguments):
@@ -192,7 +206,7 @@ def _written(func: Any) -> List[int]:
     return found
 
 
-def _name(func: Any) -> str:
+def _name(func: 'OpOverload') -> str:
     return re.sub(r'\.default$', '', str(func))
 
 
@@ -208,9 +222,11 @@ def _moved(tensor: Tensor) -> Tensor:
     return tensor * (1 + rounding * torch.randn_like(tensor))
 
 
-def _compute(func: Any, args: List[Any], kwargs: Dict[str, Any]) -> Optional[List[Tensor]]:
+def _compute(
+    func: 'OpOverload', args: List[object], kwargs: Dict[str, object]
+) -> Optional[List[Tensor]]:
     """Results and written operands on the CPU; None if it has no such kernel."""
-    args, kwargs = (replace_parts(each, Tensor.clone) for each in (args, kwargs))
+    args, kwargs = replace_parts(args, Tensor.clone), replace_parts(kwargs, Tensor.clone)
     try:
         result = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError):  # of a vendor alone, or not in this dtype

@@ -4,7 +4,7 @@ import platform
 import sys
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any, Callable, Dict, Iterator, List
+from typing import Callable, Iterator, List
 
 from mmdevplug.errors import first_line
 from mmdevplug.utils.broken_imports import (
@@ -15,7 +15,7 @@ from mmdevplug.utils.broken_imports import (
 )
 
 from .findings import Finding, Section
-from .isolated import run_isolated
+from .isolated import TaskOptions, run_isolated
 
 section = Section('versions')
 IMPORT_SECONDS = 120.0
@@ -62,7 +62,7 @@ def modules_to_try() -> List[str]:
     return [name for name in (*REQUIRED, *OTHERS) if find_spec(name.split('.')[0]) is not None]
 
 
-def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:
+def work(task: str, options: TaskOptions, say: Callable[[str], None]) -> Iterator[Finding]:
     """Import one module; see :mod:`mmdevplug.checks.isolated`."""
     say(f'import {task}')
     try:

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from typing import Any, NoReturn, Optional, Sequence
+from typing import NoReturn, Optional, Sequence
 
 from mmdevplug.config.fields import did_you_mean
 
@@ -11,7 +11,7 @@ class Parser(argparse.ArgumentParser):
     """argparse's parser without abbreviations, and without the usage before an error."""
 
     def parse_args(  # type: ignore[override]
-        self, args: Optional[Sequence[str]] = None, namespace: Any = None
+        self, args: Optional[Sequence[str]] = None, namespace: Optional[argparse.Namespace] = None
     ) -> argparse.Namespace:
         """Parse all arguments.
 

@@ -1,7 +1,7 @@
 """``mmdevplug check``: start a training, train one step, and say what is wrong."""
 
 import argparse
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Callable, Iterator, List, Optional
 
 from mmengine.config import Config
 from rich.console import Console
@@ -9,7 +9,7 @@ from rich.text import Text
 
 from mmdevplug.checks import launch as launch_variables
 from mmdevplug.checks.findings import Finding, exit_status
-from mmdevplug.checks.isolated import run_isolated
+from mmdevplug.checks.isolated import TaskOptions, run_isolated
 from mmdevplug.checks.one_step import section, train_one_step
 from mmdevplug.checks.print_step import CHOICES, print_findings, print_strategies
 from mmdevplug.device_guard import POLICIES
@@ -81,7 +81,7 @@ def main(argv: Optional[List[str]] = None) -> None:
 # the section of the doctor ----------------------------------------------------------------------
 
 
-def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> Iterator[Finding]:
+def examine(options: TaskOptions, seconds: float = STEP_SECONDS) -> Iterator[Finding]:
     """Check a config in a process of its own, for the doctor.
 
     Args:
@@ -91,7 +91,7 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> Iterator[
     return run_isolated(__name__, [options['config']], options, seconds)
 
 
-def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:
+def work(task: str, options: TaskOptions, say: Callable[[str], None]) -> Iterator[Finding]:
     """Check one config; see :mod:`mmdevplug.checks.isolated`."""
     named = ['--accelerator', options['accelerator']] if options['accelerator'] else []
     args = build_parser().parse_args([task, *named])

@@ -2,7 +2,7 @@
 
 import argparse
 from importlib import import_module
-from typing import Any, Iterable
+from typing import Iterable
 
 from mmdevplug.errors import DevPlugError
 
@@ -22,7 +22,7 @@ def completion_script(shell: str, commands: Iterable[str]) -> str:
         DevPlugError: If shtab is not installed or does not know the shell.
     """
     try:
-        shtab: Any = import_module('shtab')
+        shtab = import_module('shtab')
     except ModuleNotFoundError as error:
         raise DevPlugError(
             "--print-completion needs the package shtab: pip install 'mmdevplug[completion]'"

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from typing import Any, Dict, Mapping, Optional, Sequence
+from typing import Callable, Dict, Mapping, Optional, Sequence, Union
 
 from mmdevplug.config.fields import options_of
 from mmdevplug.config.launch_options import LaunchOptions
@@ -27,7 +27,12 @@ def add_launch_arguments(
 ) -> None:
     """Add a flag for each of some options of :class:`LaunchOptions`; by default for all."""
     group = parser.add_argument_group('starting processes')
-    kinds: Dict[str, Any] = {'int': int, 'float': float, 'str': str, 'int, str': _number_or_word}
+    kinds: Dict[str, Callable[[str], object]] = {
+        'int': int,
+        'float': float,
+        'str': str,
+        'int, str': _number_or_word,
+    }
     for one in options_of(LaunchOptions):
         if one.name in names:
             group.add_argument(
@@ -37,7 +42,7 @@ def add_launch_arguments(
             )
 
 
-def _number_or_word(text: str) -> Any:
+def _number_or_word(text: str) -> Union[int, str]:
     return int(text) if re.fullmatch('-?[0-9]{1,9}', text) else text
 
 

@@ -11,7 +11,8 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import forkserver
-from typing import Any, Callable, List
+from types import FrameType
+from typing import Callable, List, Optional, TypeVar
 
 import psutil
 
@@ -34,6 +35,7 @@ from .hosts import LAUNCH_FLAGS, read_job
 from .ranks import run_rank
 from .result_queues import send_one_by_one
 
+Answer = TypeVar('Answer')
 #: How long ranks may take to save and end after a signal, where PyTorch leaves that open.
 SAVE_SECONDS = 300
 #: How long a signal may wait for Python, while PyTorch waits for other hosts.
@@ -183,7 +185,7 @@ class _Signals:
                 signal.pthread_sigmask(signal.SIG_BLOCK, [number])
         self._unfollow = follow_signals(self._look)
 
-    def _end(self, number: int, _: Any) -> None:
+    def _end(self, number: int, _: Optional[FrameType]) -> None:
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         self._seen = True
@@ -252,13 +254,13 @@ def _start_server() -> str:
     return 'forkserver'
 
 
-def _in_a_process(method: str, function: Callable, *arguments: Any) -> Any:
+def _in_a_process(method: str, function: Callable[..., Answer], *arguments: object) -> Answer:
     """Call in a process of its own: looking at some devices takes hold of them."""
     with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
         return pool.submit(function, *arguments).result()
 
 
-def _count(word: Any, method: str, args: argparse.Namespace) -> Any:
+def _count(word: object, method: str, args: argparse.Namespace) -> int:
     return _in_a_process(method, _count_for_job, word, args)
 
 

@@ -8,7 +8,8 @@ import gc
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from types import TracebackType
+from typing import Optional
 
 # Collecting garbage takes 0.6 s of these imports. Frozen, it is left to no rank either, and the
 # memory stays shared.
@@ -28,7 +29,7 @@ gc.enable()
 atexit.register(gc.unfreeze)
 
 
-def _hide_end_of_command(kind: type, error: BaseException, trace: Any) -> None:
+def _hide_end_of_command(kind: type, error: BaseException, trace: Optional[TracebackType]) -> None:
     """Say nothing where a signal ends the command while it asks this process for a rank."""
     if kind not in (EOFError, FileNotFoundError):  # Python 3.8 misses the command's semaphores
         sys.__excepthook__(kind, error, trace)

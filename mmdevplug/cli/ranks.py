@@ -8,7 +8,7 @@ import signal
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any, List
+from typing import List, Union
 
 from mmdevplug.fault_tolerance.abort import note_for_agent
 from mmdevplug.fault_tolerance.ended_ranks import end_without_command
@@ -43,7 +43,7 @@ def run_rank(module: str, argv: List[str]) -> None:
         # A folder of this host's job since its last restart.
         show_warnings_once(Path(os.environ['TORCHELASTIC_ERROR_FILE']).parents[1])
     try:
-        status: Any = run(import_module(module).main, argv)
+        status: Union[None, int, str] = run(import_module(module).main, argv)
     except SystemExit as ended:
         status = ended.code
     except KeyboardInterrupt:

@@ -4,19 +4,22 @@ Two descriptors of each other rank stayed open in a rank, and no more than some 
 started, since Linux sends a process at most 253 of them.
 """
 
-from typing import Any, Dict, Tuple
+from typing import TYPE_CHECKING, Dict, Tuple
 
 from mmdevplug.utils.patching import OWN, Patch, patch_symbol
 
+if TYPE_CHECKING:
+    from multiprocessing.queues import SimpleQueue
 
-class SentOneByOne(Dict[int, Any]):
+
+class SentOneByOne(Dict[int, 'SimpleQueue']):
     """Queues by local rank, of which each process is sent the next: they start in this order."""
 
-    def __init__(self, queues: Dict[int, Any]) -> None:
+    def __init__(self, queues: Dict[int, 'SimpleQueue']) -> None:
         super().__init__(queues)
         self._next = iter(list(self.items()))
 
-    def __reduce__(self) -> Tuple[Any, ...]:
+    def __reduce__(self) -> Tuple[object, ...]:
         return dict, (dict([next(self._next)]),)
 
 
@@ -26,7 +29,7 @@ def send_one_by_one() -> Patch:
 
     start = MultiprocessContext._start
 
-    def started(context: Any) -> None:
+    def started(context: MultiprocessContext) -> None:
         context._ret_vals = SentOneByOne(context._ret_vals)
         start(context)
 

@@ -2,9 +2,9 @@
 
 import argparse
 import sys
-from typing import Any, Iterator, List, Optional
+from typing import Iterator, List, Optional
 
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
@@ -60,7 +60,7 @@ def _use_tta(cfg: Config) -> None:
     cfg.model = dict(cfg.tta_model, module=cfg.model)
 
 
-def _innermost(dataset: Any) -> Iterator[Any]:
+def _innermost(dataset: ConfigDict) -> Iterator[ConfigDict]:
     """The configs of the data sets that load samples, inside of others that wrap or join them."""
     inside = dataset.get('datasets', dataset.get('dataset'))
     if inside is None:

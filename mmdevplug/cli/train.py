@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Callable, Iterator, List, Optional
 
 from mmengine.config import Config
 from mmengine.dist import is_main_process
@@ -11,9 +11,10 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.checkpoint.reading import read_pointer
 from mmdevplug.checks.findings import Finding, Section
-from mmdevplug.checks.isolated import run_isolated
+from mmdevplug.checks.isolated import TaskOptions, run_isolated
 from mmdevplug.environments.torchrun import AGENT
 from mmdevplug.errors import DevPlugError, LaunchError, ModelError
+from mmdevplug.utils.annotations import AnyRunner
 
 from . import say as print_line
 from .arguments import Parser
@@ -107,7 +108,7 @@ def configure(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def _say_where(runner: Any, config: str) -> None:
+def _say_where(runner: AnyRunner, config: str) -> None:
     """Say where the last checkpoint of a training is, and what it can be tested with."""
     from mmengine.runner import Runner
 
@@ -147,7 +148,7 @@ def _compare_first(argv: List[str]) -> None:
         print_line(f'{finding.found}.')
 
 
-def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:
+def work(task: str, options: TaskOptions, say: Callable[[str], None]) -> Iterator[Finding]:
     """Compare; see :mod:`mmdevplug.checks.isolated`."""
     from mmdevplug.checks.one_step import compare_with_cpu  # ranks do without
 

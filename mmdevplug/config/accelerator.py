@@ -18,7 +18,7 @@ class AcceleratorOptions(Options):
 
     key = 'accelerator'
 
-    device: Union[Dict[str, Any], Any] = field(default_factory=dict)
+    device: Any = field(default_factory=dict)
     backend: Optional[str] = option(
         None,
         'Backend of torch.distributed; it overrides `env_cfg.dist_cfg.backend`. '
@@ -65,7 +65,7 @@ class AcceleratorOptions(Options):
 
     @classmethod
     def from_config(
-        cls, config: Any, problems: Optional[List[DevPlugError]] = None, **defaults: Any
+        cls, config: object, problems: Optional[List[DevPlugError]] = None, **defaults: Any
     ) -> 'AcceleratorOptions':
         """Parse and check the config key: a name, a dict, or an accelerator.
 
@@ -92,7 +92,7 @@ def suggest_option(names: Iterable[str], others: Iterable[str] = ()) -> str:
     return did_you_mean(names, [*AcceleratorOptions.names(), *others])
 
 
-def to_dict(config: Union[str, Mapping[str, Any], None]) -> Dict[str, Any]:
+def to_dict(config: object) -> Dict[str, Any]:
     """Return the config key ``accelerator``, a name or a dict, as a new dict."""
     if config is None:
         return {}

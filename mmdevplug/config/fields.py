@@ -17,12 +17,19 @@ from typing import (
     Mapping,
     NamedTuple,
     Optional,
+    Tuple,
     Type,
+    TypeVar,
+    Union,
 )
 
 from mmdevplug.errors import DevPlugError
 
-Reader = Callable[[Any, str], Any]
+#: Returns what a field holds of a value in a config, and gets the key for messages.
+Reader = Callable[[Any, str], object]
+#: Whether a value in a config, of whatever type, is accepted.
+Condition = Callable[[Any], bool]
+Made = TypeVar('Made', bound='Options')
 REQUIRED = dataclasses.MISSING
 
 
@@ -32,7 +39,7 @@ REQUIRED = dataclasses.MISSING
 class Check(NamedTuple):
     """A condition of values: for a message in words, and for the documentation as types."""
 
-    holds: Callable[[Any], bool]
+    holds: Condition
     expected: str
     accepts: str
 
@@ -57,7 +64,7 @@ def positive(zero: bool = False, most: float = float('inf')) -> Check:
     )
 
 
-def _is(kind: Any, value: object) -> bool:
+def _is(kind: Union[type, Tuple[type, ...]], value: object) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -75,7 +82,7 @@ FLAG = Check(
 
 
 #: Types by their names in the documentation; lists hold names or numbers.
-_TYPES: Dict[str, Callable[[Any], bool]] = dict(
+_TYPES: Dict[str, Condition] = dict(
     bool=lambda value: isinstance(value, bool),
     int=lambda value: _is(int, value),
     float=lambda value: _is(Real, value) and isfinite(value),
@@ -95,7 +102,7 @@ def _by_types(metadata: Mapping[str, Any]) -> Optional[Check]:
     kinds = [_TYPES[word] for word in words if word in _TYPES]
     quoted = [literal_eval(word) for word in words if word not in _TYPES]
 
-    def holds(value: Any) -> bool:
+    def holds(value: object) -> bool:
         return any(kind(value) for kind in kinds) or (isinstance(value, str) and value in quoted)
 
     return Check(holds, ' or '.join(', '.join(words).rsplit(', ', 1)), metadata['accepts'])
@@ -136,7 +143,7 @@ class Options:
 
     #: The config key that holds the options.
     key: ClassVar[str] = ''
-    error: ClassVar[Any] = DevPlugError
+    error: ClassVar[Type[DevPlugError]] = DevPlugError
 
     def __post_init__(self) -> None:
         for one in options_of(type(self)):
@@ -164,14 +171,14 @@ class Options:
         raise cls.error(f'{found}: expected {check.expected}{or_none}.')
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Any:
+    def from_dict(cls: Type[Made], given: Mapping[str, object]) -> Made:
         """Make an instance, unless an option is unknown or has an impossible value."""
         refuse_unknown(given, cls.names(), cls.key, cls.error)
         return cls(**cls.read(given))
 
     @classmethod
     def read(
-        cls, given: Mapping[str, Any], problems: Optional[List[DevPlugError]] = None
+        cls, given: Mapping[str, object], problems: Optional[List[DevPlugError]] = None
     ) -> Dict[str, Any]:
         """Return the values of fields; names that are no options are left out.
 
@@ -199,7 +206,7 @@ class Options:
 
 
 def refuse_unknown(
-    given: Iterable[Any], known: Iterable[str], where: str, error: Type[Exception]
+    given: Iterable[object], known: Iterable[str], where: str, error: Type[Exception]
 ) -> None:
     """Refuse options that do not exist, and suggest the nearest that does."""
     known = list(known)
@@ -211,7 +218,7 @@ def refuse_unknown(
         )
 
 
-def did_you_mean(unknown: Iterable[Any], known: Iterable[str]) -> str:
+def did_you_mean(unknown: Iterable[object], known: Iterable[str]) -> str:
     """The end of a sentence about unknown names, with the nearest known ones."""
     known = list(known)
     names = [str(name).lower() for name in unknown if name not in known]

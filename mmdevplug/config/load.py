@@ -141,7 +141,11 @@ class KeyValueAction(DictAction):
     """
 
     def __call__(
-        self, parser: Any, namespace: Any, values: Any, option_string: Any = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,  # texts; argparse has a wider type
+        option_string: Optional[str] = None,
     ) -> None:
         for text in values or []:
             try:

@@ -1,7 +1,7 @@
 """The config key ``model_parallel``: its options, and the names that others have for them."""
 
 from dataclasses import dataclass
-from typing import Any, Dict, Mapping, Optional, Union
+from typing import Any, Dict, Mapping, Optional, Sequence, Union
 
 from mmdevplug.errors import PlacementError
 
@@ -44,7 +44,7 @@ class ModelParallelOptions(Options):
         'training.',
         accepts='None, bool',
     )
-    devices: Any = option(
+    devices: Union[None, int, str, Sequence[str]] = option(
         None,
         "Devices of each process: a number, or names, e.g. `'cuda:0-3'`; `None` for all.",
         accepts='None, int, str, list',
@@ -55,13 +55,13 @@ class ModelParallelOptions(Options):
         "accelerate's map.",
         accepts="'balanced', 'dynamic', 'auto'",
     )
-    max_memory: Optional[Dict[Any, Any]] = option(
+    max_memory: Optional[Mapping[Any, Union[int, str]]] = option(
         None,
         "Memory of each device for the plan, e.g. `{'cuda:0': '10GB'}`; `None` for the memory "
         'of the devices.',
         accepts='None, dict',
     )
-    no_split: Any = option(
+    no_split: Optional[Sequence[str]] = option(
         None,
         'Classes or modules that stay whole on one device; `None` finds them.',
         accepts='None, list',
@@ -95,12 +95,14 @@ class ModelParallelOptions(Options):
         False, 'Whether to warn of LoRA adapters that differ in rank.'
     )
     strict_r_check: bool = flag(False, 'Whether to refuse LoRA adapters that differ in rank.')
-    plan: Optional[Mapping[str, Any]] = option(
+    plan: Optional[Mapping[str, object]] = option(
         None, 'A plan to use as it is, as `mmdevplug plan --json` writes it.', accepts='None, dict'
     )
 
     @classmethod
-    def from_config(cls, config: Union[None, bool, Mapping[str, Any]]) -> 'ModelParallelOptions':
+    def from_config(
+        cls, config: Union[None, bool, Mapping[str, object]]
+    ) -> 'ModelParallelOptions':
         """Parse and check the config key: a dict of options, or ``enable`` alone.
 
         ``device_map_strategy`` is another name of ``strategy``; ``use_balanced_device_map=True``
@@ -121,7 +123,7 @@ class ModelParallelOptions(Options):
         return cls(**cls.read(_with_our_names(config)))
 
 
-def _with_our_names(config: Mapping[str, Any]) -> Dict[str, Any]:
+def _with_our_names(config: Mapping[str, object]) -> Dict[str, object]:
     found = dict(config)
     theirs = {name: (ours, found.pop(name)) for name, ours in _RENAMED.items() if name in found}
     for name, strategy in _CHOICES.items():

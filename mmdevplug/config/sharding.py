@@ -1,7 +1,7 @@
 """The config key ``sharding``: how a model is sharded over the ranks of a job."""
 
 from dataclasses import dataclass
-from typing import Any, List, Mapping, Optional, Union
+from typing import List, Mapping, Optional, Union
 
 from mmdevplug.errors import ModelError
 
@@ -58,7 +58,7 @@ class ShardingOptions(Options):
     )
 
     @classmethod
-    def from_config(cls, config: Union[bool, Mapping[str, Any]]) -> 'ShardingOptions':
+    def from_config(cls, config: Union[bool, Mapping[str, object]]) -> 'ShardingOptions':
         """Parse and check the config key: True, or a dict of options."""
         if config is not True and not isinstance(config, Mapping):
             raise ModelError(

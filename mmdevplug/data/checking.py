@@ -4,7 +4,7 @@ import os
 import tempfile
 import traceback
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Mapping, Optional
+from typing import Callable, Iterator, Mapping, Optional, TypeVar
 
 from mmengine.dataset import BaseDataset
 from mmengine.dist import get_rank
@@ -22,13 +22,16 @@ from .worker_signals import keep_workers_from_signals
 
 #: At most this number of ranks, or of inner datasets, is listed in a message.
 MAX_LISTED = 8
+Loader = TypeVar('Loader')
 #: The attributes of a dataset that say where its samples come from.
 _SOURCES = ('ann_file', 'data_root', 'data_prefix', 'filter_cfg', '_indices')
 #: Bytes of the longest path of a socket, without those of Python's names below the folder.
 LONGEST_TEMPORARY_FOLDER = 107 - len('/pymp-12345678/listener-12345678')
 
 
-def build_loader(build: Callable[[], Any], config: Any, seed: Optional[int]) -> DataLoader:
+def build_loader(
+    build: Callable[[], DataLoader], config: object, seed: Optional[int]
+) -> DataLoader:
     """Build a data loader that can start in the middle of an epoch.
 
     Args:
@@ -43,7 +46,7 @@ def build_loader(build: Callable[[], Any], config: Any, seed: Optional[int]) -> 
     return loader
 
 
-def build_nonempty(build: Callable[[], Any], config: object) -> Any:
+def build_nonempty(build: Callable[[], Loader], config: object) -> Loader:
     """Build a data loader; refuse an empty dataset, where MMEngine or a sampler would not say so.
 
     Raises:
@@ -119,7 +122,7 @@ def explain_no_batch() -> Iterator[None]:
         raise
 
 
-def _no_batch_error(loader: Any) -> SampleError:
+def _no_batch_error(loader: DataLoader) -> SampleError:
     samples, size = length_of(loader.dataset), getattr(loader, 'batch_size', None)
     share = length_of(getattr(getattr(loader, 'batch_sampler', None), 'sampler', None))
     return SampleError(

@@ -75,7 +75,7 @@ def check_endless(loop: BaseLoop, key: str, config: object, seed: Optional[int])
     )
 
 
-def take_for_endless(loader: Any) -> None:
+def take_for_endless(loader: object) -> None:
     """Give the loader of a stream a length: schedulers and hooks ask for it."""
     if isinstance(loader, ResumableLoader) and length_of(loader) is None:
         loader.unknown_length = True

@@ -14,6 +14,7 @@ from mmengine.registry import DATA_SAMPLERS
 from torch.utils.data import BatchSampler, Sampler
 
 from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
+from mmdevplug.utils.annotations import StateDict
 
 #: How states of generators are read and set that a sampler may hold.
 _GENERATORS: Dict[type, Tuple[Callable, Callable]] = {
@@ -38,25 +39,25 @@ class Order:
     def __init__(self, batches: Any, sampler: Any) -> None:
         self.batches, self.sampler = batches, sampler
         #: Adds the seed of a batch for workers: called with the batch, its pass and its index.
-        self.add_seed: Optional[Callable[[Any, int, int], Any]] = None
+        self.add_seed: Optional[Callable[[Sequence, int, int], Sequence]] = None
         #: Whether each pass passes its number to the sampler: who reads may count from 0 again.
         self.sets_epoch = False
         #: How many passes were begun, and the number of the newest that has given a batch.
         self.passes, self.begun = 0, -1
         #: The random state of the host when that one began.
-        self.start: Any = None
+        self.start: object = None
         #: How many batches were drawn from the sampler, and how many before that pass.
         self.drawn = self.drawn_before = 0
         #: What sampler and batch sampler were built with, and what they had when that pass began.
         self._built = [_values_of(sampler), _values_of(batches)]
-        self.kept_before: List[Dict[str, Any]] = []
+        self.kept_before: List[StateDict] = []
         #: Of the next pass: batches, then samples to leave out, and epoch and random state.
         self.resumed: Optional[Tuple[int, int, Optional[int], Any]] = None
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         # A generator: this runs when the first batch is asked for. PyTorch calls it twice for a
         # pass with workers, and reads the second.
         resumed, self.resumed = self.resumed, None
@@ -93,7 +94,7 @@ class Order:
                 batch = self.add_seed(batch, number, index)
             yield batch
 
-    def kept(self) -> List[Dict[str, Any]]:
+    def kept(self) -> List[StateDict]:
         """Attributes and generators of both samplers that changed and stay for the next pass."""
         if draws_on(self.sampler):
             return []  # all of its batches are drawn again
@@ -102,7 +103,7 @@ class Order:
             for now, built in zip(map(_values_of, (self.sampler, self.batches)), self._built)
         ]
 
-    def keep(self, kept: Sequence[Mapping[str, Any]]) -> None:
+    def keep(self, kept: Sequence[StateDict]) -> None:
         """Restore what :meth:`kept` has returned in an earlier run."""
         for each, states in zip((self.sampler, self.batches), kept):
             for name, state in states.items():
@@ -114,7 +115,7 @@ class Order:
                     put(held, state)
 
 
-def _values_of(sampler: Any) -> Dict[str, Any]:
+def _values_of(sampler: object) -> StateDict:
     found = {}
     for name, value in getattr(sampler, '__dict__', {}).items():  # a list has none
         if _is_small(value):
@@ -125,13 +126,13 @@ def _values_of(sampler: Any) -> Dict[str, Any]:
     return found
 
 
-def _is_small(value: Any, most: int = 1000) -> bool:
+def _is_small(value: object, most: int = 1000) -> bool:
     if isinstance(value, (list, tuple)) and len(value) <= most:
         return all(_is_small(each, most // (len(value) + 1)) for each in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def draws_on(sampler: Any) -> bool:
+def draws_on(sampler: object) -> bool:
     """Whether a sampler goes on where the last pass has left it, as MMEngine's InfiniteSampler."""
     held = list(getattr(sampler, '__dict__', {}).values())
     for each in list(held):
@@ -139,7 +140,7 @@ def draws_on(sampler: Any) -> bool:
     return any(map(isgenerator, held))
 
 
-def sampler_of(loader: Any) -> Any:
+def sampler_of(loader: object) -> Any:
     """Return the sampler that shuffles: that of the batch sampler, or of the data loader."""
     batches = getattr(loader, 'batch_sampler', None)
     return getattr(batches, 'sampler', None) or getattr(loader, 'sampler', None)
@@ -158,6 +159,8 @@ def build_batch_sampler(loader: Any, config: Any, sampler: Sampler) -> Any:
     """Build the batch sampler of a loader again from its config, over a sampler."""
     batches = config.get('batch_sampler')
     if not isinstance(batches, Mapping):
+        if loader.batch_size is None:  # the dataset gives batches, one for each index
+            return sampler
         return BatchSampler(sampler, loader.batch_size, loader.drop_last)
     defaults = dict(sampler=sampler, batch_size=config.get('batch_size'))
     return DATA_SAMPLERS.build(copy.deepcopy(dict(batches)), default_args=defaults)

@@ -7,6 +7,7 @@ constant shapes. Losses and predictions are those of a batch that contains a lar
 """
 
 from typing import (
+    TYPE_CHECKING,
     Any,
     Callable,
     Dict,
@@ -28,6 +29,10 @@ from torch.nn.functional import pad
 
 from mmdevplug.config.pad_to import PadTo, Size, round_up
 from mmdevplug.errors import DevPlugError, ModelError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeGuard
+
 
 #: Names of the same attribute in different libraries.
 PAD_VALUE = ('pad_value', 'pad_val')
@@ -54,7 +59,7 @@ class PaddedForward:
         elif augments is not None:
             preprocessor.batch_augments = _Fill(self, augments)
 
-    def __call__(self, data: Any, training: bool = False) -> Any:
+    def __call__(self, data: Mapping[str, Any], training: bool = False) -> object:
         """Preprocess a batch; see :meth:`mmengine.model.BaseDataPreprocessor.forward`."""
         images = _images(data)
         self._sizes = [(int(x.shape[-2]), int(x.shape[-1])) for x in images]
@@ -66,12 +71,12 @@ class PaddedForward:
                 for sample, own in zip(data['data_samples'], self._sizes)
             ]
         self._filled = False
-        result: Any = self._forward(data, training)
+        result: object = self._forward(data, training)
         if not self._filled and isinstance(result, MutableMapping):
             result['inputs'] = self.fill(result['inputs'], result.get('data_samples'))
         return result
 
-    def fill(self, inputs: Inputs, data_samples: Any) -> Inputs:
+    def fill(self, inputs: Inputs, data_samples: object) -> Inputs:
         """Fill the padded area of images with the pad value, and correct the samples' metainfo."""
         self._filled = True
         if not isinstance(inputs, Tensor):
@@ -115,7 +120,7 @@ class PaddedForward:
             return
         # mmseg removes this padding from predictions.
         padding = (0, size[1] - own[1], 0, size[0] - own[0])
-        corrected: Dict[str, Any] = dict(pad_shape=size, padding_size=padding)
+        corrected: Dict[str, object] = dict(pad_shape=size, padding_size=padding)
         if 'img_padding_size' in sample.metainfo:
             corrected['img_padding_size'] = padding
         shape = sample.metainfo.get('img_shape')
@@ -132,7 +137,7 @@ class _Fill(nn.Module):
         self._padded = padded
         self.augments = augments
 
-    def forward(self, inputs: Inputs, others: object) -> Tuple[Inputs, Any]:
+    def forward(self, inputs: Inputs, others: object) -> Tuple[Inputs, object]:
         inputs = self._padded.fill(inputs, others)
         return (inputs, others) if self.augments is None else self.augments(inputs, others)
 
@@ -182,7 +187,7 @@ def _images(data: object) -> Union[Tensor, Sequence[Tensor]]:
     )
 
 
-def _are_samples(samples: object) -> bool:
+def _are_samples(samples: object) -> 'TypeGuard[Sequence[BaseDataElement]]':
     return isinstance(samples, (list, tuple)) and all(
         isinstance(sample, BaseDataElement) for sample in samples
     )

@@ -3,17 +3,21 @@
 from collections import deque
 from functools import partial
 from itertools import islice
-from typing import Any, Callable, Dict, Mapping, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Optional, Tuple
 from weakref import ref
 
 import torch
 from mmengine.dist import get_rank, get_world_size
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from mmdevplug.utils.annotations import SavedState, StateDict, Stateful
 from mmdevplug.utils.loops import UNKNOWN
 from mmdevplug.utils.state_types import Maybe
 
 from .order import Order, build_batch_sampler, build_sampler, draws_on, sampler_of
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeGuard
 
 
 class Reading:
@@ -40,7 +44,7 @@ class Reading:
     def __iter__(self) -> 'Reading':
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self.placeholders > 0:
             self.placeholders -= 1
             return None
@@ -75,12 +79,12 @@ class ResumableLoader(DataLoader):
     )
     order: Optional[Order] = None
     #: The config that it was built from, and the runner's seed, for random numbers of workers.
-    config: Any = None
+    config: Mapping[str, Any] = {}
     seed: Optional[int] = None
     #: Whether it has a length although its stream has none.
     unknown_length = False
     #: Called once before the next batch is loaded.
-    before_next: Optional[Callable[[], Any]] = None
+    before_next: Optional[Callable[[], object]] = None
     #: After :meth:`load_state_dict`: what is not as it was, and how many batches of the pass under
     #: way were yielded, None between two passes.
     inexact = ''
@@ -104,7 +108,7 @@ class ResumableLoader(DataLoader):
             raise
 
     @property
-    def _index_sampler(self) -> Any:
+    def _index_sampler(self) -> object:
         return super()._index_sampler if self.order is None else self.order
 
     def _get_iterator(self) -> Any:
@@ -130,7 +134,7 @@ class ResumableLoader(DataLoader):
         alone = isinstance(self.dataset, IterableDataset) and self.num_workers == 0
         return self.dataset if alone and has_state(self.dataset) else None
 
-    def state_dict(self) -> Optional[Dict[str, Any]]:
+    def state_dict(self) -> Optional[StateDict]:
         """Where it is; nothing before it was read from, and None if that is not known."""
         if not self._passes:
             return {}
@@ -161,7 +165,7 @@ class ResumableLoader(DataLoader):
             sampler_epoch=getattr(order.sampler, 'epoch', None),
         )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Let the next pass, or one that has yielded nothing yet, go on where a loader was."""
         reading, source, yielded = self._newest(), self._source(), state['yielded']
         under_way = yielded is not None
@@ -188,7 +192,7 @@ class ResumableLoader(DataLoader):
         elif yielded:
             self.inexact = 'the data loader has no batch sampler that can skip batches'
 
-    def _resume_order(self, order: Order, state: Mapping[str, Any]) -> None:
+    def _resume_order(self, order: Order, state: SavedState) -> None:
         if self.seed is not None:
             self.seed = state['seed']
             self._seed_batches()
@@ -197,7 +201,8 @@ class ResumableLoader(DataLoader):
         if sampler is not None:
             order.sampler = sampler
             order.batches = build_batch_sampler(self, self.config, sampler)
-            vars(self)['batch_sampler'] = order.batches  # DataLoader's setter refuses
+            if self.batch_sampler is not None:
+                vars(self)['batch_sampler'] = order.batches  # DataLoader's setter refuses
             if not isinstance(self.config.get('batch_sampler'), Mapping):
                 vars(self)['sampler'] = sampler
         elif order.drawn and draws_on(order.sampler):
@@ -223,7 +228,7 @@ class ResumableLoader(DataLoader):
         if self.order is not None and self.seed is not None:
             self.order.add_seed = partial(seeded_batch, derive_seed(self.seed, get_rank()))
 
-    def _batches_to_skip(self, order: Order, state: Mapping[str, Any]) -> Tuple[int, int, str]:
+    def _batches_to_skip(self, order: Order, state: SavedState) -> Tuple[int, int, str]:
         """The batches that were yielded, of this job's size, samples of the next, what differs."""
         yielded, inexact = state['yielded'], []
         before = (state['batch_size'] or 1) * state['ranks']
@@ -247,7 +252,9 @@ class ResumableLoader(DataLoader):
         return skip, drop, '; '.join(inexact)
 
 
-def make_resumable(loader: Any, seed: Optional[int] = None, config: Any = None) -> Any:
+def make_resumable(
+    loader: object, seed: Optional[int] = None, config: object = None
+) -> Optional[ResumableLoader]:
     """Let a data loader of PyTorch's save and restore where it is.
 
     Args:
@@ -280,12 +287,12 @@ def make_resumable(loader: Any, seed: Optional[int] = None, config: Any = None) 
     return made
 
 
-def has_state(thing: object) -> bool:
+def has_state(thing: object) -> 'TypeGuard[Stateful]':
     """Whether something has the two methods by which a state is saved and restored."""
     return hasattr(thing, 'state_dict') and hasattr(thing, 'load_state_dict')
 
 
-def batch_size_of(loader: Any) -> Optional[int]:
+def batch_size_of(loader: object) -> Optional[int]:
     """The number of samples of a batch, None if it is not known."""
     size = getattr(loader, 'batch_size', None)
     if size is None:

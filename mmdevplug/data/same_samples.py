@@ -17,7 +17,13 @@ from mmengine.dataset import BaseDataset, DefaultSampler
 from mmengine.dist import get_rank
 from mmengine.runner import IterBasedTrainLoop
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
 from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.distributed.waiting import decide_together
@@ -25,7 +31,7 @@ from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import raise_if_another_failed
 from mmdevplug.fault_tolerance.failure_watch import GRACE_SECONDS
 from mmdevplug.model.placement import placement_of
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyLoop, AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import length_of, loader_of, loaders_of
 
@@ -39,6 +45,8 @@ _ADVICE = 'Set sampler=dict(type="DefaultSampler"), which divides them, for batc
 _LISTS = (list, tuple, deque, np.ndarray, Tensor)
 #: Reading from these leaves them as they are.
 _WITHOUT_STATE = (DefaultSampler, DistributedSampler, SequentialSampler)
+#: What a rank knows of one of its loaders, by the names that :func:`_facts` gives.
+Facts = Dict[str, Any]
 
 
 def compare_data(runner: AnyRunner) -> None:
@@ -73,7 +81,7 @@ def compare_data(runner: AnyRunner) -> None:
 class Stream:
     """Notice if ranks, or the workers of one, read the same samples of a set without a sampler."""
 
-    def __init__(self, loader: Any, name: str) -> None:
+    def __init__(self, loader: DataLoader, name: str) -> None:
         self._loader, self._name, self._first = loader, name, 0
 
     def note(self, index: int, batch: object) -> None:
@@ -100,14 +108,14 @@ class Stream:
         )
 
 
-def stream_of(loop: Any, name: str) -> Optional[Stream]:
+def stream_of(loop: AnyLoop, name: str) -> Optional[Stream]:
     """Return what looks at the first batches of a loop, None if a sampler divides its data."""
     loader = loader_of(loop)
     is_one = isinstance(getattr(loader, 'dataset', None), IterableDataset)
     return Stream(loader, name) if is_one else None
 
 
-def _facts(runner: AnyRunner, loop: Any, loader: Any, config: Any) -> Dict[str, Any]:
+def _facts(runner: AnyRunner, loop: AnyLoop, loader: Any, config: Any) -> Facts:
     dataset, own = getattr(loader, 'dataset', None), sampler_of(loader)
     size = length_of(dataset)
     seed = None if runner._randomness_cfg.get('diff_rank_seed') else runner.seed
@@ -145,7 +153,7 @@ def _facts(runner: AnyRunner, loop: Any, loader: Any, config: Any) -> Dict[str, 
     )
 
 
-def _lengths(dataset: Any, depth: int = 3) -> Any:
+def _lengths(dataset: object, depth: int = 3) -> object:
     """The length of a data set; a list of it and those of the data sets that it joins, if any."""
     inner, own = getattr(dataset, 'datasets', None), length_of(dataset)
     if not depth or not isinstance(inner, (list, tuple)):
@@ -153,7 +161,7 @@ def _lengths(dataset: Any, depth: int = 3) -> Any:
     return [own, *(_lengths(each, depth - 1) for each in inner)]
 
 
-def _lists(dataset: Any, depth: int = 3) -> Iterator[Tuple[str, List[Any]]]:
+def _lists(dataset: object, depth: int = 3) -> Iterator[Tuple[str, List[object]]]:
     """The lists of a data set: whether of all samples, digests of order and content, the first."""
     kind, held = type(dataset).__name__, getattr(dataset, '__dict__', {})
     for name, value in chain.from_iterable(starmap(_columns, held.items())):
@@ -179,7 +187,7 @@ def _lists(dataset: Any, depth: int = 3) -> Iterator[Tuple[str, List[Any]]]:
             yield f'{kind}.{name}', [whole, order, sum(digests), shown]
 
 
-def _columns(name: str, value: Any) -> List[Tuple[str, Any]]:
+def _columns(name: str, value: object) -> List[Tuple[str, Any]]:
     """An attribute, or the lists that it holds if it is a table or an index of annotations."""
     held = value if isinstance(value, dict) else getattr(value, '__dict__', {})
     if isinstance(value, Dataset) or callable(value):  # a transform
@@ -188,7 +196,7 @@ def _columns(name: str, value: Any) -> List[Tuple[str, Any]]:
     return lists or [(name, value)]
 
 
-def _entries(value: Any) -> List[Any]:
+def _entries(value: object) -> List[Any]:
     """The first entries of a list, an array or a dict; [] where they cannot be compared."""
     if isinstance(value, (np.ndarray, Tensor)):
         some = value[:MOST_ENTRIES] if value.ndim else value
@@ -202,7 +210,7 @@ def _entries(value: Any) -> List[Any]:
     return [] if large or ' at 0x' in repr(entries[:3]) else entries
 
 
-def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optional[int]]]:
+def _judge(ranks: List[Dict[str, Facts]]) -> List[Tuple[str, str, Optional[int]]]:
     """Find the problem of each loader, and the rank that refuses it; called on rank 0."""
     found: List[Tuple[str, str, Optional[int]]] = []
     for name in ranks[0]:
@@ -239,28 +247,29 @@ def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optio
     return found
 
 
-def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
+def _judge_one(facts: List[Facts]) -> Iterator[Tuple[str, bool]]:
     """Find the problem of a loader; say whether it is certain."""
     lists, sizes = facts[0]['lists'], list(map(itemgetter('size'), facts))
     shares = list(map(itemgetter('share'), facts))
     lengths = list(map(itemgetter('lengths'), facts))
-    moved: List[Any] = []  # the first list whose order differs from that of rank 0
-    changed: List[Any] = []  # or whose entries do
+    # Of the first list whose order differs from that of rank 0: the rank, the name, the entries.
+    moved: Optional[Tuple[int, str, str]] = None
+    changed: Optional[Tuple[int, str, str]] = None  # or whose entries do
     for rank, each in enumerate(facts):
         for name, (whole, order, content, shown) in lists.items():
             here = each['lists'].get(name, lists[name])
             if here[:3] == [whole, order, content]:
                 continue
             if here[2] == content:
-                moved = moved or [rank, name, here[3]]
+                moved = moved or (rank, name, here[3])
             elif whole and here[3] != shown:
-                changed = changed or [rank, name, here[3]]
-    doubled = _describe_doubled(facts)
+                changed = changed or (rank, name, here[3])
+    doubled, different = _describe_doubled(facts), moved or changed
     if doubled is not None:
         if not changed and len(set(sizes)) == 1:  # else each rank may have a share of its own
             yield f'{doubled}. {_ADVICE}', True
-    elif moved or changed:
-        rank, name, shown = moved or changed
+    elif different is not None:
+        rank, name, shown = different
         same = 'the same samples in another order' if moved else 'other samples'
         yield (
             f'{name} lists {same} on rank {rank} ({shown}, ...) than on rank 0 '
@@ -278,7 +287,7 @@ def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
         yield f'{message}. {_ADVICE}', True
 
 
-def _repeats(facts: List[Dict[str, Any]]) -> bool:
+def _repeats(facts: List[Facts]) -> bool:
     """Whether metrics keep two results of a sample: of all ranks by turns, as many as samples."""
     size, drawn = facts[0]['size'], list(map(itemgetter('drawn'), facts))
     if None in (size, *drawn) or list(map(len, drawn)) != list(map(itemgetter('share'), facts)):
@@ -288,7 +297,7 @@ def _repeats(facts: List[Dict[str, Any]]) -> bool:
     return len(facts) > 1 and all(map(str.isdigit, turns)) and len(set(turns)) < len(turns)
 
 
-def _describe_doubled(facts: List[Dict[str, Any]]) -> Optional[str]:
+def _describe_doubled(facts: List[Facts]) -> Optional[str]:
     """Say which ranks read the same samples; None if they divide them, but for a filled batch."""
     first, ranks = facts[0], len(facts)
     size, sampler = first['size'], first['sampler']
@@ -311,7 +320,7 @@ def _describe_doubled(facts: List[Dict[str, Any]]) -> Optional[str]:
     return None
 
 
-def _equal_pair(values: List[Any]) -> Optional[Tuple[int, int]]:
+def _equal_pair(values: List[object]) -> Optional[Tuple[int, int]]:
     """The first two ranks that have the same value; None if all differ."""
     seen: Dict[str, int] = {}
     for rank, value in enumerate(values):

@@ -26,7 +26,7 @@ def derive_seed(*numbers: int) -> int:
     return int.from_bytes(digest, 'little') >> 1
 
 
-def seeded_batch(seed: int, batch: Sequence[Any], number: int, index: int) -> SeededBatch:
+def seeded_batch(seed: int, batch: Sequence[object], number: int, index: int) -> SeededBatch:
     """Return a batch of indices with its seed, of a pass by its number."""
     seeded = SeededBatch(batch)
     seeded.seed = derive_seed(seed, number, index)
@@ -50,13 +50,20 @@ class WorkerInit:
             dataset.__getitems__ = fetch
         else:
             patch_symbol(
-                _MapDatasetFetcher, 'fetch', lambda self, indices: self.collate_fn(fetch(indices))
+                _MapDatasetFetcher,
+                'fetch',
+                # Without ``auto_collation`` the dataset gives a batch for an index.
+                lambda self, indices: self.collate_fn(
+                    fetch(indices) if self.auto_collation else dataset[indices]
+                ),
             )
 
 
 def _fetch_seeded(
-    dataset: Dataset, fetch: Optional[Callable[[Sequence[int]], List[Any]]], indices: Sequence[int]
-) -> List[Any]:
+    dataset: Dataset,
+    fetch: Optional[Callable[[Sequence[int]], List[object]]],
+    indices: Sequence[int],
+) -> List[object]:
     """Load the samples of a batch, after seeding for it."""
     seed = getattr(indices, 'seed', None)
     if seed is not None:

@@ -121,12 +121,12 @@ def _code(call: Call) -> str:
     return linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
 
 
-def _names(call: Call) -> Dict[str, Any]:
+def _names(call: Call) -> Dict[str, object]:
     """The values of the names in a line; of a method, the object that it belongs to."""
     return dict(_look_up(call[0], match.group()) for match in _NAME.finditer(_code(call)))
 
 
-def _look_up(frame: FrameType, name: str) -> Tuple[str, Any]:
+def _look_up(frame: FrameType, name: str) -> Tuple[str, object]:
     first, *parts = _PART.finditer(name)
     value: Any = frame.f_locals.get(first[0], frame.f_globals.get(first[0]))
     for part in parts:
@@ -141,13 +141,13 @@ def _look_up(frame: FrameType, name: str) -> Tuple[str, Any]:
     return name, value
 
 
-def _arguments(frame: FrameType) -> Dict[str, Any]:
+def _arguments(frame: FrameType) -> Dict[str, object]:
     code, values = frame.f_code, frame.f_locals
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return {name: values[name] for name in names if name in values}
 
 
-def _strays(named: Dict[str, Any], devices: Sequence[torch.device]) -> Dict[str, Tensor]:
+def _strays(named: Dict[str, object], devices: Sequence[torch.device]) -> Dict[str, Tensor]:
     """The tensors, by name, that are not on the devices of the run; numbers may be anywhere."""
     here = {(device.type, device.index or 0) for device in devices}
     return {

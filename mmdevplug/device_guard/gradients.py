@@ -29,7 +29,7 @@ class GradientReturns:
     def install(self) -> None:
         """Start; calls can be nested."""
 
-        def apply(node: torch.autograd.Function, *args: object) -> Any:
+        def apply(node: torch.autograd.Function, *args: object) -> object:
             return self.return_gradients(node, patch.original(node, *args))
 
         patch = patch_symbol(BackwardCFunction, 'apply', apply, OWN)
@@ -39,7 +39,7 @@ class GradientReturns:
         """End what was installed last."""
         self._patches.pop().restore()
 
-    def return_gradients(self, node: Any, gradients: object) -> Any:
+    def return_gradients(self, node: torch.autograd.Function, gradients: object) -> object:
         """Move the gradients of a node to the devices that the next nodes expect."""
         returned = gradients if isinstance(gradients, tuple) else (gradients,)
         moved = dict(enumerate(returned))
@@ -54,7 +54,7 @@ class GradientReturns:
         return tuple(moved.values()) if changed else gradients
 
 
-def _expected_devices(node: Any) -> List[Tuple[int, torch.device]]:
+def _expected_devices(node: torch.autograd.Function) -> List[Tuple[int, torch.device]]:
     """The device of the gradient of each argument that needs one."""
     needed = [i for i, needs in enumerate(node.needs_input_grad) if needs]
     # Arguments that are not tensors have no edge; those without a gradient have an empty one.

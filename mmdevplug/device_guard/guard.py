@@ -141,7 +141,7 @@ class DeviceGuard:
             self._entered.modes = []
         return self._entered.modes
 
-    def _handle(self, func: Callable, args: Sequence[Any], kwargs: dict) -> Any:
+    def _handle(self, func: Callable, args: Sequence[object], kwargs: dict) -> object:
         """Run an operation that got tensors of different devices."""
         call = Call(func, short_name(func), args, kwargs, find_tensors(args, kwargs))
         if takes_several(call):

@@ -18,7 +18,7 @@ _tensor_backward, _backward, _grad = Tensor.backward, torch.autograd.backward, t
 class OperandMode(_Mode if HAS_MODES else object):  # type: ignore[misc]
     """Calls ``mixed(func, args, kwargs)`` for operations with operands on different devices."""
 
-    def __init__(self, mixed: Callable[[Callable, Tuple, dict], Any]) -> None:
+    def __init__(self, mixed: Callable[[Callable, Tuple, dict], object]) -> None:
         if not HAS_MODES:
             raise DevPlugError(
                 f'DeviceGuard needs torch >= 1.13 (torch.overrides.TorchFunctionMode), found '
@@ -33,7 +33,7 @@ class OperandMode(_Mode if HAS_MODES else object):  # type: ignore[misc]
         types: Sequence[type],
         args: Tuple = (),
         kwargs: Optional[dict] = None,
-    ) -> Any:
+    ) -> object:
         # Every operation passes here: no calls and no allocations unless they are needed.
         if func is _tensor_backward or func is _backward or func is _grad:
             return self._run_backward(func, types, args, kwargs or {})
@@ -57,7 +57,7 @@ class OperandMode(_Mode if HAS_MODES else object):  # type: ignore[misc]
 
     def _run_backward(
         self, func: Callable, types: Sequence[type], args: Tuple, kwargs: dict
-    ) -> Any:
+    ) -> object:
         """Run autograd with a new mode: PyTorch disables this one while it runs.
 
         Autograd's threads inherit the modes that are active when backward starts.
@@ -69,7 +69,7 @@ class OperandMode(_Mode if HAS_MODES else object):  # type: ignore[misc]
 
 
 #: In place of a tensor: the tensors are on several devices.
-MIXED: Any = object()
+MIXED = object()
 
 TENSOR, SEQUENCE, OTHER = 'tensor', 'sequence', 'other'
 #: Looked up first: `isinstance` takes as long as everything else.

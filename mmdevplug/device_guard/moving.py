@@ -1,6 +1,6 @@
 """Move the operands of an operation to one device, with the fewest bytes."""
 
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from .rules import Call, is_written
 class Moves(NamedTuple):
     """The arguments of an operation after the moves, and what moved."""
 
-    args: Tuple[Any, ...]
-    kwargs: Dict[str, Any]
+    args: Tuple[object, ...]
+    kwargs: Dict[str, object]
     number: int
     bytes: int
 

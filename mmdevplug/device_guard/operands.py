@@ -30,7 +30,7 @@ _NAMES = {
 }
 
 
-def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> List[Found]:
+def find_tensors(args: Sequence[object], kwargs: Mapping[str, object]) -> List[Found]:
     """List the tensors among the arguments, also in nested lists and tuples."""
     found = [each for i, arg in enumerate(args) for each in _walk((i,), arg)]
     return found + [each for name, arg in kwargs.items() for each in _walk((name,), arg)]
@@ -45,11 +45,13 @@ def _walk(place: Place, value: object) -> Iterator[Found]:
 
 
 def replace_tensors(
-    args: Sequence[Any], kwargs: Mapping[str, Any], new: Mapping[Place, Tensor]
-) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+    args: Sequence[object], kwargs: Mapping[str, object], new: Mapping[Place, Tensor]
+) -> Tuple[Tuple[object, ...], Dict[str, object]]:
     """Copy the arguments with some tensors replaced."""
-    args = tuple(_rebuild((i,), arg, new) for i, arg in enumerate(args))
-    return args, {name: _rebuild((name,), arg, new) for name, arg in kwargs.items()}
+    return (
+        tuple(_rebuild((i,), arg, new) for i, arg in enumerate(args)),
+        {name: _rebuild((name,), arg, new) for name, arg in kwargs.items()},
+    )
 
 
 def _rebuild(place: Place, value: object, new: Mapping[Place, Tensor]) -> Any:

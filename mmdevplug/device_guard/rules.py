@@ -4,7 +4,7 @@ Operations are known by name, because each is a method, a function, an operator 
 """
 
 from numbers import Integral
-from typing import Any, Callable, FrozenSet, List, Mapping, NamedTuple, Sequence, Set
+from typing import Callable, FrozenSet, List, Mapping, NamedTuple, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -75,8 +75,8 @@ class Call(NamedTuple):
 
     func: Callable
     name: str
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
     found: List[Found]
 
     def argument(self, each: Found) -> str:
@@ -106,7 +106,7 @@ def takes_several(call: Call) -> bool:
     return call.name in TAKE_SEVERAL or (call.name == '__setitem__' and _copies(call.args[1]))
 
 
-def _copies(index: Any) -> bool:
+def _copies(index: object) -> bool:
     """Whether assigning to ``x[index]`` is a copy, which may cross devices."""
     return all(
         part is None

@@ -6,7 +6,7 @@ Both are read from the Python stack when they are needed, so nothing has to be r
 import linecache
 import sys
 from types import FrameType
-from typing import Any, Dict, Iterable, Iterator, Optional, Tuple
+from typing import Dict, Iterable, Iterator, Optional, Tuple
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -112,8 +112,8 @@ def _path(root: nn.Module, module: nn.Module) -> Optional[str]:
     return found
 
 
-def _at(root: nn.Module, path: str) -> Any:
-    part: Any = root
+def _at(root: nn.Module, path: str) -> object:
+    part: object = root
     for name in filter(None, path.split('.')):
         part = getattr(part, name, None)
     return part

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from mmengine.dataset import BaseDataset
@@ -12,7 +12,7 @@ from mmengine.registry import DATASETS, METRICS, MODELS
 from torch import Tensor, nn
 
 
-def _read_digits() -> Any:
+def _read_digits() -> Tuple[np.ndarray, np.ndarray]:
     """Images of 64 numbers between 0 and 16, and their digits.
 
     They are read from scikit-learn's file: importing it takes as long as training an epoch.
@@ -49,7 +49,7 @@ class DigitsDataset(BaseDataset):
         self.split = split
         super().__init__(**kwargs)
 
-    def load_data_list(self) -> List[Dict[str, Any]]:
+    def load_data_list(self) -> List[Dict[str, object]]:
         images, labels = _read_digits()
         images = (images / 16.0 - self.MEAN) / self.STD
         images = images.astype(np.float32).reshape(-1, 1, 8, 8)
@@ -60,7 +60,7 @@ class DigitsDataset(BaseDataset):
             for image, label in zip(images[chosen], labels[chosen])
         ]
 
-    def prepare_data(self, idx: int) -> Dict[str, Any]:
+    def prepare_data(self, idx: int) -> Dict[str, object]:
         data = self.get_data_info(idx)
         return dict(inputs=data['inputs'], labels=data['labels'])
 

@@ -34,7 +34,7 @@ class PythonHelpText(BaseDataset):
         self.split, self.length = split, length
         super().__init__(**kwargs)
 
-    def load_data_list(self) -> List[Dict[str, Any]]:
+    def load_data_list(self) -> List[Dict[str, object]]:
         from pydoc_data.topics import topics
 
         text = '\n'.join(topics[name] for name in sorted(topics)).encode()
@@ -44,7 +44,7 @@ class PythonHelpText(BaseDataset):
         chosen = for_test if self.split == 'test' else ~for_test
         return [dict(inputs=piece) for piece in pieces[chosen]]
 
-    def prepare_data(self, idx: int) -> Dict[str, Any]:
+    def prepare_data(self, idx: int) -> Dict[str, object]:
         return dict(inputs=self.get_data_info(idx)['inputs'].astype(np.int64))
 
 
@@ -80,7 +80,7 @@ class LlamaForText(BaseModel):
 
     def forward(
         self, inputs: Tensor, mode: str = 'tensor'
-    ) -> Union[Tensor, Dict[str, Tensor], List[Dict[str, Any]]]:
+    ) -> Union[Tensor, Dict[str, Tensor], List[Dict[str, object]]]:
         """Predict every token of pieces of shape (N, T) from the tokens before it.
 
         Returns:
@@ -105,7 +105,7 @@ class LlamaForText(BaseModel):
 class BitsPerByte(BaseMetric):
     """How many bits the model needs for a byte: 8 before training."""
 
-    def process(self, data_batch: object, data_samples: Sequence[Dict[str, Any]]) -> None:
+    def process(self, data_batch: object, data_samples: Sequence[Mapping[str, Any]]) -> None:
         nats = torch.stack([sample['nats'] for sample in data_samples]).sum()
         self.results.append((float(nats), sum(sample['tokens'] for sample in data_samples)))
 

@@ -39,7 +39,7 @@ class AerialTiles(LoveDADataset):
         self.split, self.tiles, self.size = split, tiles, size
         super().__init__(reduce_zero_label=False, **kwargs)
 
-    def load_data_list(self) -> List[Dict[str, Any]]:
+    def load_data_list(self) -> List[Dict[str, object]]:
         return [
             dict(
                 img_path=f'{self.split}/{number}.png',
@@ -57,7 +57,7 @@ class AerialTiles(LoveDADataset):
 class DrawTile(BaseTransform):
     """Draw a tile; replaces ``LoadImageFromFile`` and ``LoadAnnotations``."""
 
-    def transform(self, results: Dict[str, Any]) -> Dict[str, Any]:
+    def transform(self, results: Dict[str, Any]) -> Dict[str, object]:
         """Add ``img`` (BGR) and ``gt_seg_map``, which only depend on the tile's number."""
         random = np.random.RandomState(results['tile'])
         labels = draw_ground(random, results['tile_size'])

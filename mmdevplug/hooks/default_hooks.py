@@ -1,6 +1,6 @@
 """Choose the hooks that a runner gets by default, as the key ``accelerator`` asks."""
 
-from typing import Any, List, Sequence
+from typing import Any, List, Sequence, Union
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
@@ -8,6 +8,7 @@ from mmengine.registry import HOOKS
 from mmdevplug.accelerators import DeviceContext
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.registry import replacement_of, with_ours
+from mmdevplug.utils.annotations import AnyConfig
 from mmdevplug.utils.logs import log_warning
 
 
@@ -35,7 +36,7 @@ def missing_hooks(
     return missing
 
 
-def replace_hook(hook: Any) -> Any:
+def replace_hook(hook: Union[Hook, AnyConfig]) -> Union[Hook, AnyConfig]:
     """Replace the class in a hook's config by ours, or put ours under it.
 
     A hook that is built already stays, and what is lost with it is said.

@@ -1,7 +1,7 @@
 """Profile the device with PyTorch's profiler or the vendor's."""
 
 import os.path as osp
-from typing import Any, List, Optional
+from typing import ContextManager, List, Optional
 
 import torch
 from mmengine.hooks import ProfilerHook
@@ -29,7 +29,7 @@ class DeviceProfilerHook(ProfilerHook):
     """
 
     lost = 'it profiles CUDA alone'
-    activities: List[Any]
+    activities: List[ProfilerActivity]
 
     def __init__(self, *, activity_with_cuda: bool = False, **kwargs: object) -> None:
         accelerator = rank_context().accelerator
@@ -43,7 +43,7 @@ class DeviceProfilerHook(ProfilerHook):
         if not self.activities:
             # What PyTorch records by itself. Before 2.13 an empty list meant that, too.
             self.activities = list(torch.profiler.supported_activities())
-        self._trace: Any = None
+        self._trace: Optional[ContextManager] = None
 
     def before_run(self, runner: AnyRunner) -> None:
         """Start the profilers; see :meth:`mmengine.hooks.ProfilerHook.before_run`."""

@@ -1,12 +1,12 @@
 """Copy the results that metrics keep to the host."""
 
-from typing import Any, List, Tuple
+from typing import List, Tuple
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import to_device
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyLoop, AnyRunner
 from mmdevplug.utils.loops import metrics_of
 
 
@@ -27,7 +27,7 @@ class ResultsHook(Hook):
         """Note how many results the metrics have."""
         self._note_results(runner.test_loop)
 
-    def _note_results(self, loop: Any) -> None:
+    def _note_results(self, loop: AnyLoop) -> None:
         found = [getattr(metric, 'results', None) for metric in metrics_of(loop)]
         self._results = [(each, len(each)) for each in found if isinstance(each, list)]
 

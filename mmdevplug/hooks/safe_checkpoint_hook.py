@@ -1,7 +1,7 @@
 """Save checkpoints that survive a kill or a full disk and resume exactly."""
 
 from functools import partial
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from mmengine.fileio import join_path
 from mmengine.hooks import CheckpointHook
@@ -12,7 +12,7 @@ from mmdevplug.checkpoint.resume import Resume
 from mmdevplug.checkpoint.saving import CheckpointSaver, check_arguments
 from mmdevplug.config.checkpoint import CheckpointOptions
 from mmdevplug.patches.torch_load import safe_loading
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyRunner, StateDict
 from mmdevplug.utils.loops import is_complete
 from mmdevplug.utils.state_types import Maybe
 
@@ -42,7 +42,7 @@ class SafeCheckpointHook(CheckpointHook):
         ...     checkpoint=dict(type='SafeCheckpointHook', interval=1, async_save=True))
     """
 
-    rules: Any
+    rules: Optional[List[str]]
     lost = 'a resumed run is not exact, and a signal saves no checkpoint'
     #: What is lost where a subclass has a method of its own that does not call ``super()``.
     promises = dict(
@@ -70,11 +70,11 @@ class SafeCheckpointHook(CheckpointHook):
 
     state_types = dict(validated=False, metrics=Maybe({}))
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Whether the validation that follows was done, and its metrics."""
         return self._resume_state.state_dict()
 
-    def load_state_dict(self, state: Dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._resume_state.load_state_dict(state)
 
@@ -101,11 +101,13 @@ class SafeCheckpointHook(CheckpointHook):
         """Undo what hooks have done a second time in an epoch that was interrupted."""
         self._resume_state.before_epoch()
 
-    def before_train_iter(self, runner: AnyRunner, batch_idx: int, data_batch: Any = None) -> None:
+    def before_train_iter(
+        self, runner: AnyRunner, batch_idx: int, data_batch: object = None
+    ) -> None:
         """Let DDP arrange its buckets as they were."""
         self._resume_state.before_iteration(runner, data_batch)
 
-    def after_train_iter(self, runner: AnyRunner, *args: Any, **kwargs: Any) -> None:
+    def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
         self._resume_state.after_iteration(self)
         super().after_train_iter(runner, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Turn the options of ``model_parallel`` into a strategy, a plan and a dispatched model."""
 
 import functools
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Union
 
 import torch
 from mmengine.logging import MMLogger
@@ -13,7 +13,7 @@ from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import PlacementError
 from mmdevplug.model.placement import Placement
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyConfig, AnyRunner
 from mmdevplug.utils.model import unwrap_model
 
 from . import DevicePlan, module_sizes, probe_capacities
@@ -61,7 +61,11 @@ class Parallelism(Placement):
 
     @classmethod
     def from_config(
-        cls, config: Any, model: Any, optim_wrapper: Any = None, scope: Optional[str] = None
+        cls,
+        config: Union[None, bool, Mapping[str, object]],
+        model: Union[nn.Module, AnyConfig],
+        optim_wrapper: Optional[AnyConfig] = None,
+        scope: Optional[str] = None,
     ) -> Optional['Parallelism']:
         """Read the config key ``model_parallel``; None if it asks for one device."""
         options = ModelParallelOptions.from_config(config)
@@ -139,7 +143,9 @@ class Parallelism(Placement):
         compute_in(model, options.precision, accelerator)
         return model
 
-    def place(self, model: nn.Module, runner: AnyRunner, wrapper: Any = None) -> nn.Module:
+    def place(
+        self, model: nn.Module, runner: AnyRunner, wrapper: Optional[Mapping[str, Any]] = None
+    ) -> nn.Module:
         """Spread the model, wrap it, and guard its steps."""
         return self.guard(super().place(model, runner, wrapper))
 
@@ -182,7 +188,7 @@ class GuardedSteps:
         self.guard = guard
         self._reported = False
 
-    def __call__(self, model: nn.Module, step: str, *args: object, **kwargs: object) -> Any:
+    def __call__(self, model: nn.Module, step: str, *args: object, **kwargs: object) -> object:
         with self.guard:
             result = getattr(type(model), step)(model, *args, **kwargs)
         if self.guard.moved.number and not self._reported:
@@ -219,6 +225,6 @@ def _forward_in(
     forward: Callable,
     *args: object,
     **kwargs: object,
-) -> Any:
+) -> object:
     with accelerator.precision.autocast(dtype=dtype):
         return forward(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Choose the parallelism from the config, the devices present and how the job started."""
 
 import os
-from typing import Any, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import distributed as torch_dist
@@ -219,8 +219,7 @@ class _Choice:
         return tuple(listed[first : first + each]), why
 
     def _parse(self) -> Sequence[torch.device]:
-        devices: Any = self.devices
-        names = parse_devices(devices, exclude_cpu=self.exclude_cpu)
+        names = parse_devices(self.devices, exclude_cpu=self.exclude_cpu)
         kind = self.accelerator.device_type
         # PyTorch knows the type of a vendor's device only with the vendor's package.
         other = [name for name in names if name.split(':')[0] not in (kind, 'cpu')]

@@ -190,7 +190,7 @@ class DevicePlan:
                     f'remove what moved or replaced one of them.'
                 )
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> Dict[str, object]:
         """A dict for JSON; :meth:`from_dict` reads it."""
         return dict(
             schema=SCHEMA,

@@ -137,7 +137,7 @@ def _check_ranks() -> None:
 
 
 def _apply_in_place(
-    model: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **options: Any
+    model: Any, fn: Callable[[torch.Tensor], torch.Tensor], *args: object, **options: object
 ) -> nn.Module:
     """Do what ``nn.Module._apply`` does, which every ``to`` calls, and refuse a move."""
     for name in model.device_plan.devices:
@@ -163,13 +163,13 @@ def _align_forward(module: Any) -> None:
     hook.pre_forward = _leave_arguments
 
 
-def _leave_arguments(_: nn.Module, *args: object, **kwargs: object) -> Tuple[Any, Any]:
+def _leave_arguments(_: nn.Module, *args: object, **kwargs: object) -> Tuple[tuple, dict]:
     return args, kwargs
 
 
 def _forward_there(
-    module: nn.Module, move: Any, forward: Any, *args: object, **kwargs: object
-) -> Any:
+    module: nn.Module, move: Callable, forward: Callable, *args: object, **kwargs: object
+) -> object:
     there, named = move(module, *args, **kwargs)
     with writing_back((args, kwargs), (there, named)):
         return forward(*there, **named)
@@ -186,7 +186,7 @@ def align_methods(model: nn.Module, plan: DevicePlan) -> None:
 
 def _call_there(
     module: nn.Module, method: str, device: torch.device, *args: object, **kwargs: object
-) -> Any:
+) -> object:
     from accelerate.utils import send_to_device
 
     there, named = send_to_device(args, device), send_to_device(kwargs, device)

@@ -166,7 +166,9 @@ class _Job:
                 f'accelerate torch=={torch.__version__}, or use strategy "balanced".'
             ) from error
         # Indices stand for devices of any type.
-        keys: List[Any] = [name if name == 'cpu' else i for i, name in enumerate(self.devices)]
+        keys: List[Union[int, str]] = [
+            name if name == 'cpu' else i for i, name in enumerate(self.devices)
+        ]
         memory = {key: self.limits.get(name, _PLENTY) for key, name in zip(keys, self.devices)}
         classes = list(self.whole.classes)
         try:

@@ -17,7 +17,7 @@ MOST_DEVICES = 4096
 
 
 def parse_devices(
-    devices: Devices, device_type: Optional[str] = None, exclude_cpu: bool = True
+    devices: Optional[Devices], device_type: Optional[str] = None, exclude_cpu: bool = True
 ) -> List[str]:
     """Read a list of devices. None of them need be present.
 
@@ -116,15 +116,15 @@ def parse_max_memory(
     Raises:
         PlacementError: If a device is unknown or named twice, or a figure cannot be read.
     """
+    pairs: List[Tuple[object, Size]] = []
     if isinstance(max_memory, str):
-        pairs: List[Tuple[Any, Any]] = []
         for part in filter(None, max_memory.replace(' ', '').split(',')):
-            name, equals, size = part.partition('=')
+            name, equals, written = part.partition('=')
             if not equals:
                 raise PlacementError(
                     f"max_memory {part!r}: expected DEVICE=SIZE, e.g. 'cuda:0=10GB'."
                 )
-            pairs.append((name, size))
+            pairs.append((name, written))
     elif max_memory is None or isinstance(max_memory, Mapping):
         pairs = list((max_memory or {}).items())
     else:

@@ -2,12 +2,13 @@
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Optional, Set, Tuple, Union
+from typing import Callable, Dict, Optional, Set, Tuple, Union
 
 import torch
 from torch import nn
 
 from mmdevplug.errors import PlacementError, first_line
+from mmdevplug.utils.annotations import AnyConfig
 
 from .walk_modules import named_tensors, prefixes
 
@@ -136,7 +137,7 @@ def _add(part: Dict[str, int], name: str, value: int) -> None:
 
 
 def choose_optimizer(
-    given: Optional[str], cfg: Any, training: bool, say: Callable[[str], None]
+    given: Optional[str], cfg: Optional[AnyConfig], training: bool, say: Callable[[str], None]
 ) -> Union[str, int, float]:
     """Return the argument, or what the config's optimizer keeps, found by trying it."""
     if given is not None:

@@ -11,7 +11,7 @@ Pair = Tuple[Any, Any, Any]
 
 
 @contextmanager
-def writing_back(given: Sequence[Any], moved: Sequence[Any]) -> Iterator[None]:
+def writing_back(given: Sequence[object], moved: Sequence[object]) -> Iterator[None]:
     """Give ``given`` what is written into ``moved`` within this context.
 
     On one device, a module fills the lists and dicts and writes to the tensors of its caller. On

@@ -2,7 +2,7 @@
 
 import copy
 from contextlib import suppress
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Iterator, Optional, Tuple, TypeVar
 
 from mmengine.config import Config
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
@@ -13,16 +13,21 @@ from mmdevplug.accelerators.backend import waits_for_backward
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import mmengine_supports
 from mmdevplug.registry import class_of, ours_for, replacement_of
-from mmdevplug.utils.annotations import AnyOptimWrapper
+from mmdevplug.utils.annotations import AnyConfig, AnyOptimWrapper
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
 
+if TYPE_CHECKING:
+    import torch
+
+#: A config, or an optimizer wrapper that is built already.
+Given = TypeVar('Given')
 ZeroRedundancyOptimizer: Any = None
 with suppress(ImportError):  # as MMEngine does, for builds of PyTorch without it
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
-def adapt_optim_wrapper_cfg(cfg: object, accelerator: Accelerator) -> Any:
+def adapt_optim_wrapper_cfg(cfg: Given, accelerator: Accelerator) -> Given:
     """Replace MMEngine's wrappers in a copy of a config by ours where the device needs it.
 
     ``OptimWrapper`` is replaced on lazy devices, and ``AmpOptimWrapper`` where MMEngine's refuses
@@ -64,7 +69,7 @@ def use_amp(cfg: Config) -> None:
         log_warning('AMP is enabled in the config already.')
 
 
-def _wrappers(cfg: Dict[str, Any], key: str) -> Iterator[Tuple[str, Dict[str, Any], str]]:
+def _wrappers(cfg: AnyConfig, key: str) -> Iterator[Tuple[str, AnyConfig, str]]:
     """Yield the keys, the configs and the names of the types of optimizer wrappers in a config."""
     kind = cfg.get('type', 'OptimWrapper' if 'optimizer' in cfg else '')
     # New-style configs hold classes.
@@ -119,7 +124,9 @@ def join_consolidation(optim_wrapper: OptimWrapper) -> None:
         optimizer.consolidate_state_dict()
 
 
-def _sharded_optimizers(optim_wrapper: AnyOptimWrapper) -> Iterator[Any]:
+def _sharded_optimizers(
+    optim_wrapper: AnyOptimWrapper,
+) -> Iterator['torch.distributed.optim.ZeroRedundancyOptimizer']:
     for wrapper in list_optim_wrappers(optim_wrapper):
         optimizer = getattr(wrapper, 'optimizer', None)
         if ZeroRedundancyOptimizer is not None and isinstance(optimizer, ZeroRedundancyOptimizer):

@@ -2,7 +2,17 @@
 
 import math
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, Optional, Sequence, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Dict,
+    Iterable,
+    Iterator,
+    Optional,
+    Protocol,
+    Sequence,
+    Union,
+)
 
 import torch
 from mmengine.dist import all_reduce, get_world_size
@@ -18,6 +28,18 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
 
 from .device_optim_wrapper import DeviceOptimWrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeGuard
+
+
+class OverflowSource(Protocol):
+    """What averages gradients, and knows whether they overflowed."""
+
+    finite: bool
+
+    def covers(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether it has looked at the gradients of all these parameters."""
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -41,12 +63,12 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
     """
 
     #: The :class:`LazyStaging` of the model, which knows whether gradients overflowed.
-    averaging: Any = None
+    averaging: Optional[OverflowSource] = None
     lost = None  # MMEngine's refuses the device
 
     def __init__(
         self,
-        loss_scale: Union[str, float, Dict[str, Any]] = 'dynamic',
+        loss_scale: Union[str, float, Dict[str, object]] = 'dynamic',
         dtype: Optional[Union[str, torch.dtype]] = None,
         **kwargs: object,
     ) -> None:
@@ -60,7 +82,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         self._scale_update_param = options['init_scale'] if _is_number(loss_scale) else None
         self.loss_scaler = self._build_scaler(loss_scale, options)
 
-    def _build_scaler(self, loss_scale: object, options: Dict[str, Any]) -> Any:
+    def _build_scaler(self, loss_scale: object, options: Dict[str, object]) -> Any:
         if self.cast_dtype != torch.float16:
             if loss_scale != 'dynamic':
                 log_warning(
@@ -83,8 +105,8 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         Args:
             **kwargs: Passed to :meth:`torch.optim.Optimizer.step`.
         """
-        known = self._overflow_is_known()
-        finite = not known or self.averaging.finite
+        source = self._overflow_source()
+        known, finite = source is not None, source is None or source.finite
         if self.loss_scaler.is_enabled():
             self.loss_scaler.unscale_(self.optimizer)
             if not known:
@@ -99,15 +121,17 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
             self.optimizer.step(**kwargs)
         self.loss_scaler.update(self._scale_update_param)
 
-    def _overflow_is_known(self) -> bool:
+    def _overflow_source(self) -> Optional[OverflowSource]:
+        """What knows already whether a gradient overflowed; None if nothing has looked."""
         if self.averaging is None or not self.loss_scaler.is_enabled():
-            return False
-        return self.averaging.covers(
+            return None
+        covered = self.averaging.covers(
             parameter
             for group in self.optimizer.param_groups
             for parameter in group['params']
             if parameter.grad is not None
         )
+        return self.averaging if covered else None
 
     def _agree_on_overflow(self) -> bool:
         """Make all ranks skip a step if one has to, also where gradients are not averaged.
@@ -146,20 +170,25 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         return state_dict
 
 
-def set_overflow_source(optim_wrapper: AnyOptimWrapper, averaging: Any) -> None:
+def set_overflow_source(
+    optim_wrapper: AnyOptimWrapper, averaging: Optional[OverflowSource]
+) -> None:
     """Let optimizer wrappers ask the host staging for an overflow, instead of the device."""
     for wrapper in list_optim_wrappers(optim_wrapper):
         if isinstance(wrapper, DeviceAmpOptimWrapper):
             wrapper.averaging = averaging
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> 'TypeGuard[float]':
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _read_dtype(dtype: Any, valid: Sequence[str]) -> Optional[torch.dtype]:
-    named = getattr(torch, dtype) if isinstance(dtype, str) and dtype in valid else dtype
-    if named is not None and named not in [getattr(torch, name) for name in valid]:
+def _read_dtype(
+    dtype: Union[None, str, torch.dtype], valid: Sequence[str]
+) -> Optional[torch.dtype]:
+    known: Dict[str, torch.dtype] = {name: getattr(torch, name) for name in valid}
+    named = known.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and named not in known.values():
         raise ModelError(
             f'optim_wrapper.dtype={dtype!r}: expected one of {", ".join(map(repr, valid))}, or '
             f"no key for the accelerator's default. Only 'bfloat16' and 'float16' save time or "
@@ -168,7 +197,7 @@ def _read_dtype(dtype: Any, valid: Sequence[str]) -> Optional[torch.dtype]:
     return named
 
 
-def _read_loss_scale(loss_scale: Any) -> Dict[str, Any]:
+def _read_loss_scale(loss_scale: object) -> Dict[str, object]:
     """Return the arguments of the gradient scaler."""
     if isinstance(loss_scale, str) and loss_scale == 'dynamic':
         return {}
@@ -182,7 +211,7 @@ def _read_loss_scale(loss_scale: Any) -> Dict[str, Any]:
     )
 
 
-def _no_scaler() -> Any:
+def _no_scaler() -> object:
     """Return a disabled scaler, for code that reads it from the wrapper."""
     newer = getattr(getattr(torch, 'amp', None), 'GradScaler', None)
     return (newer or torch.cuda.amp.GradScaler)(enabled=False)

@@ -1,6 +1,6 @@
 """The optimizer wrapper for lazy devices."""
 
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from mmengine.optim import OptimWrapper
@@ -96,7 +96,7 @@ def _clip_grad_norm_by_device(
     PyTorch copies the norm of every parameter to one device, and each copy costs a lazy device an
     execution. Here each device adds up its own norms.
     """
-    gradients: List[Any] = [parameter.grad for parameter in parameters]
+    gradients = [each.grad for each in parameters if each.grad is not None]
     devices = devices_of(gradients)
     groups = [[g for g in gradients if g.device == device] for device in devices]
     parts = [_norm([_norm([g], norm_type) for g in group], norm_type) for group in groups]

@@ -14,7 +14,7 @@ from .structures import list_examples
 
 
 def balance_samples(
-    samples: Sequence[Any],
+    samples: Sequence[object],
     per_rank: Optional[int] = None,
     group: AnyGroup = None,
     *,
@@ -99,7 +99,7 @@ def _overlaps(mine: range, others: Sequence[range]) -> Dict[int, range]:
 
 def _count(job: Job, per_rank: Optional[int]) -> List[int]:
     """The number of samples of each rank."""
-    own: Any = str(job.error)
+    own: object = str(job.error)
     if job.error is None:
         own = [len(job.samples), per_rank, list_examples(job.rank, job.structures)]
     gathered = gather_bytes(dumps(own), job.group, job.call_tag)
@@ -118,7 +118,7 @@ def _count(job: Job, per_rank: Optional[int]) -> List[int]:
     return [answer[0] for answer in answers]
 
 
-def _swap(job: Job, slices: Sequence[range], held: Sequence[range]) -> List[Any]:
+def _swap(job: Job, slices: Sequence[range], held: Sequence[range]) -> List[object]:
     """Send samples to other ranks, receive this rank's, and order them as in the pool."""
     outgoing = _overlaps(held[job.rank], slices)
     begin = held[job.rank].start

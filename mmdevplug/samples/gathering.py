@@ -1,7 +1,7 @@
 """Gather the samples of all ranks on every rank, or let all ranks refuse them together."""
 
 from itertools import chain
-from typing import Any, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import distributed as torch_dist
@@ -34,10 +34,10 @@ class Job(NamedTuple):
     """This rank's part in an exchange."""
 
     name: str  # of the function that was called
-    samples: List[Any]  # of this rank
+    samples: List[object]  # of this rank
     structures: List[Structure]  # of these
     error: Optional[Exception]  # why this rank cannot take part
-    group: Any  # None for all ranks
+    group: AnyGroup
     rank: int  # in the group
     world_size: int  # of the group
     options: ExchangeOptions
@@ -66,7 +66,7 @@ class Job(NamedTuple):
 
 
 def gather_samples(
-    samples: Sequence[Any],
+    samples: Sequence[object],
     group: AnyGroup = None,
     *,
     flatten: bool = False,
@@ -128,7 +128,7 @@ def gather_samples(
         return _gather(job, max_bytes if job.error is None else None)
 
 
-def _result(job: Job, pool: List[Any]) -> Union[List[Any], Any]:
+def _result(job: Job, pool: List[object]) -> object:
     if not job.options.stacked:
         return pool
     try:
@@ -137,7 +137,7 @@ def _result(job: Job, pool: List[Any]) -> Union[List[Any], Any]:
         raise known_to_all(error) from None
 
 
-def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
+def _gather(job: Job, max_bytes: Optional[int]) -> object:
     stacked, pickled = job.options.stacked, job.options.allow_pickle
     examples = list_examples(job.rank, job.structures)
     if job.error is None:
@@ -146,7 +146,7 @@ def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
         data = dumps(str(job.error))
     parts = gather_bytes(data, job.group, job.call_tag, max_bytes)
     del data
-    received: List[Any] = []
+    received: List[object] = []
     for rank in range(job.world_size):
         # The buffer of a rank is freed before the samples of the next are copied out of theirs.
         part = parts.pop(0)
@@ -162,7 +162,7 @@ def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
 
 def begin(
     name: str,
-    samples: Sequence[Any],
+    samples: Sequence[object],
     group: AnyGroup,
     options: ExchangeOptions,
     problem: Optional[str] = None,
@@ -175,7 +175,7 @@ def begin(
     world_size, rank = _place_in(group)
     device = rank_context().device if options.device is None else torch.device(options.device)
     error: Optional[Exception] = None
-    chosen: List[Any] = []
+    chosen: List[object] = []
     structures: List[Structure] = []
     try:
         _check(samples, problem)
@@ -190,7 +190,7 @@ def begin(
     return job
 
 
-def _place_in(group: AnyGroup) -> Any:
+def _place_in(group: AnyGroup) -> Tuple[int, int]:
     if not (torch_dist.is_available() and torch_dist.is_initialized()):
         if group is not None:
             raise SampleError(
@@ -217,14 +217,14 @@ def _check(samples: object, problem: Optional[str]) -> None:
         )
 
 
-def _flat(samples: Sequence[Any]) -> List[Any]:
-    flat: List[Any] = []
+def _flat(samples: Sequence[object]) -> List[object]:
+    flat: List[object] = []
     for sample in samples:
         flat.extend(_flat(sample) if isinstance(sample, list) else [sample])
     return flat
 
 
-def copy_own_samples(samples: List[Any], device: torch.device) -> List[Any]:
+def copy_own_samples(samples: List[object], device: torch.device) -> List[object]:
     """This rank's samples as if received: on its device and without gradients."""
     tensors = tensors_in(samples)
     if any(tensor.requires_grad for tensor in tensors):

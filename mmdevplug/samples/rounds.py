@@ -140,7 +140,7 @@ class Drawn(NamedTuple):
     """What one rank drew."""
 
     #: The valid ones, on the host: lists of samples, or samples if a group is one sample.
-    groups: List[Any]
+    groups: List[object]
     generated: int = 0  # number of groups, valid or not
     ended: bool = False  # whether this rank's data have ended
     error: Optional[Exception] = None  # raised by a function of the user
@@ -148,7 +148,7 @@ class Drawn(NamedTuple):
 
 
 def draw(
-    generate: Callable[[], List[Any]], is_valid: Callable[[Any], Any], per_group: int
+    generate: Callable[[], Sequence[object]], is_valid: Callable[[Any], object], per_group: int
 ) -> Drawn:
     """Draw once; an error is returned, because the other ranks wait for this one."""
     where = 'generate()'
@@ -166,7 +166,7 @@ def draw(
     return Drawn(valid, len(groups))
 
 
-def _in_groups(samples: Any, per_group: int) -> List[Any]:
+def _in_groups(samples: Sequence[object], per_group: int) -> List[object]:
     if type(samples) not in (list, tuple):
         raise SampleError(
             f'generate() returned a {type(samples).__name__}; expected a list of samples, [] for '
@@ -182,7 +182,7 @@ def _in_groups(samples: Any, per_group: int) -> List[Any]:
     return [list(samples[i : i + per_group]) for i in range(0, len(samples), per_group)]
 
 
-def _judge(is_valid: Callable[[Any], Any], group: Any, index: int) -> bool:
+def _judge(is_valid: Callable[[Any], object], group: object, index: int) -> bool:
     try:
         found = is_valid(group)
     except StopIteration as error:

@@ -2,14 +2,25 @@
 
 import functools
 import logging
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from mmdevplug.accelerators import enter_rank_device, rank_context
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.distributed.wire import dumps, loads
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
-from mmdevplug.utils.annotations import AnyGroup
+from mmdevplug.utils.annotations import AnyGroup, SavedState, StateDict
 from mmdevplug.utils.logs import log
 
 from .balancing import balance_samples
@@ -102,15 +113,15 @@ class DynamicSampler:
 
     def __init__(
         self,
-        generate: Callable[[], List[Any]],
-        is_valid: Callable[[Any], Any],
+        generate: Callable[[], Sequence[object]],
+        is_valid: Callable[[Any], object],
         target: int,
         max_resamples: int = 10,
         per_group: int = 1,
         on_short: str = 'error',
         group: AnyGroup = None,
         *,
-        collate: Any = None,
+        collate: Union[None, str, Callable[..., Any]] = None,
     ) -> None:
         for name, function in (('generate', generate), ('is_valid', is_valid)):
             if not callable(function):
@@ -121,14 +132,15 @@ class DynamicSampler:
                 f'function.'
             )
         stack = functools.partial(stack_samples, device='cpu', ragged=collate is None)
-        self._collate: Any = {None: stack, 'stack': stack, 'list': list}.get(collate, collate)
+        collates: Dict[object, object] = {None: stack, 'stack': stack, 'list': list}
+        self._collate: Any = collates.get(collate, collate)
         self._generate, self._is_valid = generate, is_valid
         self._exchange: Dict[str, Any] = dict(group=group, device='cpu')
         self._accelerator, self._device = enter_rank_device()
         self._pool = Pool(target, per_group, max_resamples, on_short)
         self._rounds = Rounds(self._pool, group)
         self._rank, self._world_size = self._rounds.rank, self._rounds.world_size
-        self._held: List[Any] = []  # those left over first
+        self._held: List[object] = []  # those left over first
         self._ended = self._over = False
         self._pools = 0
         #: What all ranks know; None if only this rank knows what it has.
@@ -165,7 +177,7 @@ class DynamicSampler:
             raise StopIteration
         return batch
 
-    def _make_batch(self, samples: List[Any]) -> Any:
+    def _make_batch(self, samples: List[object]) -> object:
         try:
             batch = self._collate(samples)
         except StopIteration as error:
@@ -177,7 +189,7 @@ class DynamicSampler:
 
     # one pool -----------------------------------------------------------------------------------
 
-    def _next_samples(self) -> Optional[List[Any]]:
+    def _next_samples(self) -> Optional[List[object]]:
         """This rank's samples of the next pool; None if there is none."""
         tally = self._fill()
         if decide(tally, self._pool) != SHORT:
@@ -211,7 +223,7 @@ class DynamicSampler:
         self._accelerator.compilation.materialize_all(rank_context().devices)
         return drawn
 
-    def _share(self, tally: Tally, count: int, short: Optional[str] = None) -> List[Any]:
+    def _share(self, tally: Tally, count: int, short: Optional[str] = None) -> List[object]:
         """Share a number of valid groups; the others open the next pool."""
         enter_phase('sharing samples')
         offered = tally.offers(count)
@@ -221,7 +233,7 @@ class DynamicSampler:
         self._held = self._held[mine:]
         return self._finish(shared, tally, tally.after(offered), short)
 
-    def _share_too_few(self, tally: Tally) -> Optional[List[Any]]:
+    def _share_too_few(self, tally: Tally) -> Optional[List[object]]:
         found, on_short, over = tally.valid, self._pool.on_short, all(tally.ended)
         per_rank = found // self._world_size
         if over and self._pools and (found == 0 or on_short == 'error'):
@@ -245,7 +257,7 @@ class DynamicSampler:
 
     def _finish(
         self, groups: List[Any], tally: Tally, rest: Tally, short: Optional[str]
-    ) -> List[Any]:
+    ) -> List[object]:
         """Report a pool, and return the samples of this rank's groups."""
         self._tally = rest
         size = self._pool.per_group
@@ -290,7 +302,7 @@ class DynamicSampler:
 
     # resuming -----------------------------------------------------------------------------------
 
-    def state_dict(self) -> Dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What the next pool begins with on this rank; to be taken between two pools.
 
         Returns:
@@ -299,7 +311,7 @@ class DynamicSampler:
         describe_samples(self._held)  # refuses what cannot be read again
         return dict(pools=self._pools, surplus=dumps(self._held))
 
-    def load_state_dict(self, *states: Dict[str, Any]) -> None:
+    def load_state_dict(self, *states: SavedState) -> None:
         """Continue from :meth:`state_dict`; all ranks must do so.
 
         Args:

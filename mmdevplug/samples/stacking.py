@@ -16,7 +16,7 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 
 
 def stack_samples(
-    samples: Sequence[Any], device: Union[str, torch.device], ragged: bool = False
+    samples: Sequence[object], device: Union[str, torch.device], ragged: bool = False
 ) -> Any:
     """Stack samples of the same structure into a batch on a device.
 
@@ -50,7 +50,7 @@ def stack_samples(
     return to_device(_stack(list(samples), 'sample', ragged), device)
 
 
-def _stack(values: List[Any], path: str, ragged: bool) -> Any:
+def _stack(values: List[object], path: str, ragged: bool) -> object:
     if ragged and type(values[0]) is list and not tensors_in(values):
         return values
     try:
@@ -61,13 +61,13 @@ def _stack(values: List[Any], path: str, ragged: bool) -> Any:
         return [_as_tensor(value) for value in values]
 
 
-def _stack_alike(values: List[Any], path: str, ragged: bool) -> Any:
+def _stack_alike(values: List[Any], path: str, ragged: bool) -> object:
     first = values[0]
     if isinstance(first, (Tensor, np.ndarray)):
         return _stack_tensors(values, path)
     if isinstance(first, _NUMBERS):
         return _stack_numbers(values, path)
-    kind: Any = type(first)
+    kind: type = type(first)
     container = container_of(kind)
     if container is None or is_opaque(kind):
         return values
@@ -102,7 +102,7 @@ def _stack_tensors(values: List[Any], path: str) -> Tensor:
     return _stack_arrays(values, path) if isinstance(first, np.ndarray) else torch.stack(values)
 
 
-def _as_tensor(value: object) -> Any:
+def _as_tensor(value: object) -> object:
     with suppress(TypeError):  # PyTorch has not all dtypes
         return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     return value
@@ -115,7 +115,7 @@ def _stack_arrays(values: List[Any], path: str) -> Tensor:
         raise SampleError(f'{path} cannot be stacked: {first_line(error)}') from error
 
 
-def _stack_numbers(values: List[Any], path: str) -> Tensor:
+def _stack_numbers(values: List[object], path: str) -> Tensor:
     for index, value in enumerate(values):
         if not isinstance(value, _NUMBERS):
             raise _mismatch(path, index, _describe_leaf(values[0]), _describe_leaf(value))

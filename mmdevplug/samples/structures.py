@@ -11,7 +11,7 @@ from mmdevplug.errors import SampleError, first_line
 from mmdevplug.utils.pytree import DICT, ELEMENT, LEAVES, LIST, TUPLE, Container, container_of
 
 #: What a sample has at its places: the place, what has to agree (None: nothing), and in words.
-Structure = Tuple[Tuple[str, Any, str], ...]
+Structure = Tuple[Tuple[str, object, str], ...]
 #: A rank, the index of one of its samples, and the structure of that.
 Example = Tuple[int, int, Structure]
 
@@ -25,7 +25,7 @@ _PLAIN: Dict[type, Tuple[Optional[str], str]] = {
 }
 
 
-def describe_samples(samples: Sequence[Any], allow_pickle: bool = False) -> List[Structure]:
+def describe_samples(samples: Sequence[object], allow_pickle: bool = False) -> List[Structure]:
     """Describe each sample.
 
     Raises:
@@ -44,11 +44,11 @@ class _Description:
 
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
-        self.found: Dict[Tuple[str, Any], str] = {}
+        self.found: Dict[Tuple[str, object], str] = {}
 
     def add(self, value: Any, place: str, path: str, level: int = 0) -> None:
         """Describe the value at a place; ``path`` also has the indices in lists, for errors."""
-        kind: Any = type(value)
+        kind: type = type(value)
         if kind in _PLAIN:
             category, text = _PLAIN[kind]
             self.found[place, category] = text
@@ -100,13 +100,13 @@ class _Description:
         names = container.names(value)
         if container is DICT and set(map(type, names)) - {str}:
             _check_keys(names, path)
-        kind: Any = type(value)
+        kind: type = type(value)
         category, text, steps = _describe_parts(kind, names)
         self.found[place, category] = text
         for step, part in zip(steps, container.parts(value)):
             self.add(part, place + step, path + step, level + 1)
 
-    def _add_list(self, value: List[Any], place: str, path: str, level: int) -> None:
+    def _add_list(self, value: List[object], place: str, path: str, level: int) -> None:
         kinds = set(map(type, value))
         if kinds <= LEAVES:  # such as token ids
             words = ['a list', *sorted(kind.__name__ for kind in kinds)]
@@ -118,7 +118,7 @@ class _Description:
         for index, part in enumerate(value):
             self.add(part, f'{place}[...]', f'{path}[{index}]', level + 1)
 
-    def _add_object(self, value: Any, place: str, path: str) -> None:
+    def _add_object(self, value: object, place: str, path: str) -> None:
         word = f'{type(value).__module__}.{type(value).__qualname__}'
         if not self._allow_pickle:
             raise SampleError(
@@ -136,7 +136,7 @@ class _Description:
 
 
 @lru_cache(maxsize=1024)
-def _describe_parts(kind: type, names: Tuple[Any, ...]) -> Tuple[Any, str, List[str]]:
+def _describe_parts(kind: type, names: Tuple[Any, ...]) -> Tuple[object, str, List[str]]:
     """What has to agree in a container, the same in words, and the steps to its parts."""
     text = f'a {kind.__name__}'
     container: Any = container_of(kind)
@@ -150,7 +150,7 @@ def _describe_parts(kind: type, names: Tuple[Any, ...]) -> Tuple[Any, str, List[
     return category, text, list(map(container.step, names))
 
 
-def _check_keys(keys: Iterable[Any], path: str) -> None:
+def _check_keys(keys: Iterable[object], path: str) -> None:
     for key in keys:
         if type(key) is tuple:
             _check_keys(key, path)
@@ -177,7 +177,7 @@ def describe_difference(examples: Sequence[Example]) -> Optional[str]:
     if not examples:
         return None
     first_rank, first_index, structure = examples[0]
-    expected: Dict[str, Dict[Any, str]] = {}
+    expected: Dict[str, Dict[object, str]] = {}
     for place, category, text in structure:
         expected.setdefault(place, {})[category] = text
     for rank, index, structure in examples[1:]:

@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from typing import Any, Dict
+from typing import TYPE_CHECKING, Callable, Dict
 
 import torch
 from torch import distributed as torch_dist, nn
@@ -12,6 +12,10 @@ from mmdevplug.errors import ModelError
 from mmdevplug.utils.annotations import AnyGroup
 
 from .written import groups_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
 
 #: Whether the engine of autograd runs, which may call blocks again (activation checkpointing).
 in_backward = getattr(torch._C, '_current_graph_task_id', lambda: -1)
@@ -34,11 +38,11 @@ class Agreement:
         self._group = group
         self._names = {id(p): name for name, p in model.named_parameters()}
         for name, block in blocks.items():
-            hook: Any = functools.partial(self._compare_call, f'at {name or "the model"}')
+            hook = functools.partial(self._compare_call, f'at {name or "the model"}')
             block.register_forward_pre_hook(hook, prepend=True)
             for each in groups_of(block):
                 place = f'after the backward pass of {name or "the model"}'
-                each.post_backward = functools.partial(
+                vars(each)['post_backward'] = functools.partial(
                     self._compare_gradients, place, each, each.post_backward
                 )
 
@@ -50,7 +54,9 @@ class Agreement:
         if in_backward() == -1:
             self._compare(place)
 
-    def _compare_gradients(self, place: str, group: Any, average: Any, *_: object) -> None:
+    def _compare_gradients(
+        self, place: str, group: 'FSDPParamGroup', average: Callable[[], None], *_: object
+    ) -> None:
         weights = [(each, getattr(each, '_unsharded_param', None)) for each in group.fsdp_params]
         without = [
             self._names[id(each.sharded_param)]

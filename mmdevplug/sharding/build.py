@@ -4,7 +4,7 @@ import copy
 import functools
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 
 import torch
 from torch import Tensor, distributed as torch_dist, nn
@@ -19,6 +19,9 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .states import CopyingWhole, is_sharded
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 
 @contextmanager
@@ -47,14 +50,14 @@ def build_without_weights(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def _parameters_on_meta() -> Any:
+def _parameters_on_meta() -> 'RemovableHandle':
     """Move each parameter to the meta device when a module registers it; tied ones stay tied."""
     from torch.nn.modules.module import register_module_parameter_registration_hook
     from torch.utils.weak import WeakIdKeyDictionary  # both since PyTorch 2.0
 
     moved = WeakIdKeyDictionary()
 
-    def move(_: nn.Module, __: str, param: Any) -> Any:
+    def move(_: nn.Module, __: str, param: nn.Parameter) -> Any:
         return moved.setdefault(param, _on_device(param, torch.device('meta')))
 
     return register_module_parameter_registration_hook(move)
@@ -77,7 +80,7 @@ def place(module: nn.Module, context: DeviceContext) -> None:
     """Put what is not sharded yet on the device of this rank, with the values of rank 0."""
     made: Dict[int, Tensor] = {}
     for part in module.modules():
-        tables: List[Any] = [part._parameters, part._buffers]
+        tables: List[Dict[str, Any]] = [part._parameters, part._buffers]
         for slots in tables:
             for name, tensor in slots.items():
                 if tensor is not None and not is_sharded(tensor):
@@ -90,7 +93,7 @@ def keep_whole(model: nn.Module) -> Optional[nn.Module]:
     if torch_dist.get_rank() > 0:
         return None
     copies = {part: object.__new__(type(part)) for part in model.modules()}
-    made: Dict[int, Any] = {id(each): each for each in model.parameters()}
+    made: Dict[int, object] = {id(each): each for each in model.parameters()}
     made.update((id(part), copied) for part, copied in copies.items())
     for part, copied in copies.items():
         for name, value in vars(part).items():
@@ -106,7 +109,7 @@ def initialize(model: nn.Module, whole: Optional[nn.Module], context: DeviceCont
 
     Random numbers are drawn for whole weights, in the order of one process: so are the values.
     """
-    values: Dict[str, Any] = {}
+    values: Dict[str, Tensor] = {}
     hooked = False
     with drawing_as_first_rank():
         if whole is not None:
@@ -132,12 +135,12 @@ def initialize(model: nn.Module, whole: Optional[nn.Module], context: DeviceCont
         tensor.requires_grad_(name in trained)
 
 
-def has_hooks(weight: Any) -> bool:
+def has_hooks(weight: nn.Parameter) -> bool:
     """Whether code is registered to be called with the gradient of a weight."""
     return bool(weight._backward_hooks or getattr(weight, '_post_accumulate_grad_hooks', None))
 
 
-def _hooks(model: nn.Module) -> Any:
+def _hooks(model: nn.Module) -> object:
     kinds = ('_forward_hooks', '_forward_pre_hooks', '_backward_hooks', '_backward_pre_hooks')
     parts = [[len(vars(part).get(kind, ())) for kind in kinds] for part in model.modules()]
     return parts, [name for name, each in model.named_parameters() if has_hooks(each)]
@@ -162,13 +165,15 @@ def share_plain_tensors(model: nn.Module, whole: nn.Module, context: DeviceConte
     if torch_dist.get_rank() == 0:
         values = [each.to(context.device) for each in made.values()]
     else:
-        of: Any = dict(device=context.device)
-        values = [torch.empty(shape, dtype=getattr(torch, kind), **of) for shape, kind in sizes]
+        device = context.device
+        values = [
+            torch.empty(shape, dtype=getattr(torch, kind), device=device) for shape, kind in sizes
+        ]
     broadcast_tensors(values, context.accelerator)
     values = [each.cpu() for each in values]
     for name, attribute, numbers in places:
         attributes, given = vars(model.get_submodule(name)), [values[number] for number in numbers]
-        there: Any = attributes.get(attribute)
+        there: object = attributes.get(attribute)
         if len([*filter(_is_plain, tensors_in(there))]) != len(given):
             if len(given) > 1:
                 raise ModelError(

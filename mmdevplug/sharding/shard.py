@@ -25,7 +25,7 @@ from mmdevplug.model.norm_layers import check_sync_bn, convert_norm_layers
 from mmdevplug.model.placement import WHOLE, Placement
 from mmdevplug.model.running_stats import keep_running_statistics
 from mmdevplug.staged.host_buffers import pins_memory
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 from mmdevplug.utils.host import keep_freed_memory
 from mmdevplug.utils.torch_compat import is_at_least
 
@@ -55,10 +55,10 @@ class Sharding(Placement):
     collect = staticmethod(collect_states)
     loading = CopyingWhole
 
-    def __init__(self, config: Union[bool, Mapping[str, Any]]) -> None:
+    def __init__(self, config: Union[bool, Mapping[str, object]]) -> None:
         self.options = ShardingOptions.from_config(config)
         self.writes_shards = self.options.sharded_checkpoint
-        self._watched: Any = None
+        self._watched: Optional[AnyOptimWrapper] = None
         #: On rank 0, until weights are initialized.
         self._whole: Optional[nn.Module] = None
 
@@ -92,7 +92,7 @@ class Sharding(Placement):
             keep_freed_memory(largest=1 << 20)
         return self
 
-    def place(self, model: nn.Module, runner: AnyRunner, wrapper: Any = None) -> nn.Module:
+    def place(self, model: nn.Module, runner: AnyRunner, wrapper: object = None) -> nn.Module:
         """Put the model on the device of this rank block by block, each sharded at once."""
         from torch.distributed import fsdp
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -161,7 +161,7 @@ class Sharding(Placement):
         share_plain_tensors(model, self._whole or model, context)
         self._whole = None
 
-    def watch(self, optim_wrapper: Any, model: nn.Module) -> None:
+    def watch(self, optim_wrapper: AnyOptimWrapper, model: nn.Module) -> None:
         """Let the optimizer load whole states, and check its gradients before each update."""
         if optim_wrapper is self._watched:
             return
@@ -201,7 +201,7 @@ def _run_step(
     agreement: Optional[Agreement],
     *args: object,
     **kwargs: object,
-) -> Any:
+) -> object:
     with fail_together('training' if step == 'train_step' else 'evaluation'):
         written.check()
         try:
@@ -235,19 +235,21 @@ def _free_unless_training(model: nn.Module, *_: object) -> None:
         getattr(part, 'reshard', list)()
 
 
-def _before(optim_wrapper: Any, check: Callable[[], None]) -> Callable[..., Any]:
+def _before(optim_wrapper: AnyOptimWrapper, check: Callable[[], None]) -> Callable[..., object]:
     """Return a method that checks before each update; MMEngine's schedulers ask whose it is."""
     step = optim_wrapper.step
 
     @functools.wraps(step)
-    def checked(_: Any, *args: object, **kwargs: object) -> Any:
+    def checked(_: object, *args: object, **kwargs: object) -> object:
         check()
         return step(*args, **kwargs)
 
     return MethodType(checked, optim_wrapper)
 
 
-def _check_gradients(optimizer: Optimizer, names: Mapping[int, str], optim_wrapper: Any) -> None:
+def _check_gradients(
+    optimizer: Optimizer, names: Mapping[int, str], optim_wrapper: object
+) -> None:
     """Refuse an update with gradients that are not finite, or of different parameters by rank.
 
     As in data parallel training, NaN is looked for where the host averages, and left to a gradient

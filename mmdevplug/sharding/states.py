@@ -3,12 +3,14 @@
 import copy
 import os
 from contextlib import suppress
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist, nn
+from torch.optim import Optimizer
 
 from mmdevplug.errors import CheckpointError
+from mmdevplug.utils.annotations import Checkpoint, StateDict
 from mmdevplug.utils.pytree import replace_parts
 from mmdevplug.utils.shard_index import reader_of_shards
 
@@ -27,7 +29,7 @@ def is_sharded(tensor: object) -> bool:
     return DTensor is not None and isinstance(tensor, DTensor)
 
 
-def shard_alike(value: Tensor, like: Any) -> Any:
+def shard_alike(value: Tensor, like: Any) -> 'DTensor':
     """Shard a tensor that this rank has as another is, without messages."""
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
@@ -38,18 +40,20 @@ class CopyingWhole(Mode):
     DTensor's own copies fail where a dimension is smaller than the number of ranks.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: object, args: Tuple = (), kwargs: Optional[dict] = None
+    ) -> object:
         """Call a function, see above."""
         if func is Tensor.copy_ and is_sharded(args[0]) and not is_sharded(args[1]):
             args = (args[0], shard_alike(args[1].detach().expand(args[0].shape), args[0]))
         return func(*args, **(kwargs or {}))
 
 
-def shard_optimizer_state(optimizer: Any, state_dict: Dict[str, Any]) -> Dict[str, Any]:
+def shard_optimizer_state(optimizer: Optimizer, state_dict: Checkpoint) -> StateDict:
     """Give each rank its part of an optimizer's whole state: a hook of ``load_state_dict``."""
     parameters = [each for group in optimizer.param_groups for each in group['params']]
 
-    def take(value: Any, parameter: Tensor) -> Any:
+    def take(value: Any, parameter: Tensor) -> object:
         if is_sharded(value) or getattr(value, 'shape', 0) != parameter.shape:
             return value
         return torch.empty_like(parameter.detach()).copy_(shard_alike(value, parameter))
@@ -64,13 +68,13 @@ def shard_optimizer_state(optimizer: Any, state_dict: Dict[str, Any]) -> Dict[st
 def copy_shards(model: nn.Module, _: object = None) -> nn.Module:
     """Copy modules and this rank's part of their weights, to average and to save: ``deepcopy``."""
     copies = {part: object.__new__(type(part)) for part in model.modules()}
-    made: Dict[int, Any] = {id(part): copied for part, copied in copies.items()}
+    made: Dict[int, object] = {id(part): copied for part, copied in copies.items()}
     for part, copied in copies.items():
         names = ('_parameters', '_buffers', '_modules')
         own = copy.deepcopy({name: vars(part)[name] for name in names}, made)
         vars(copied).update(vars(part), **own, _state_dict_hooks=part._state_dict_hooks.copy())
 
-    def gather(_: nn.Module, state: Dict[str, Any], prefix: str, __: object) -> None:
+    def gather(_: nn.Module, state: StateDict, prefix: str, __: object) -> None:
         if prefix:  # as a part of what a hook saves
             state.update(collect_states(state, None, ''))
 
@@ -78,14 +82,14 @@ def copy_shards(model: nn.Module, _: object = None) -> nn.Module:
     return copies[model]
 
 
-def collect_states(state: Any, folder: Optional[str], part: str) -> Any:
+def collect_states(state: object, folder: Optional[str], part: str) -> Any:
     """Gather the sharded tensors of a nested state in the host memory of rank 0, or write them.
 
     All ranks call it. Without a ``folder``, rank 0 gets whole tensors, which share memory where
     the sharded ones do, and the others None. With one, each rank writes what it holds, and names
     are in the places of the tensors.
     """
-    shards: Dict[Any, Any] = {}
+    shards: Dict[object, object] = {}
 
     def collect(value: Any) -> Any:
         if not is_sharded(value):
@@ -102,7 +106,7 @@ def collect_states(state: Any, folder: Optional[str], part: str) -> Any:
             shards[key] = whole.cpu() if torch_dist.get_rank() == 0 else None
         return shards[key]
 
-    collected = replace_parts(state, collect)
+    collected: Any = replace_parts(state, collect)
     if hasattr(state, '_metadata'):  # of weights
         collected._metadata = state._metadata
     if folder is not None:
@@ -112,14 +116,14 @@ def collect_states(state: Any, folder: Optional[str], part: str) -> Any:
     return collected
 
 
-def attach_shards(states: Dict[str, Any], folder: str, model: nn.Module) -> None:
+def attach_shards(states: StateDict, folder: str, model: nn.Module) -> None:
     """Read the tensors of a checkpoint from its folder, sharded like the parameters of a model."""
     from torch.distributed import checkpoint
 
     like = next(filter(is_sharded, model.parameters()), None)
     shards: Dict[str, Tensor] = {}
 
-    def take(value: Any) -> Any:
+    def take(value: object) -> object:
         if not isinstance(value, dict):
             return value
         if SHARD not in value:

@@ -4,7 +4,7 @@ FSDP2 frees gathered weights after the module that holds them was called, with w
 and it gathers them for the backward pass by hooks on the outputs that it finds.
 """
 
-from typing import Any, Dict, List, Set, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Set, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,11 @@ from mmdevplug.utils.pytree import tensors_in
 
 from .states import CopyingWhole, shard_alike
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-def groups_of(module: Any) -> List[Any]:
+
+def groups_of(module: Any) -> List['FSDPParamGroup']:
     """The groups of parameters that FSDP2 gathers when this module is called."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, '_fsdp_param_groups', [state._fsdp_param_group])  # since PyTorch 2.12

@@ -56,7 +56,7 @@ class SplitBatch:
         self.chips = chips
         self._warned = False
 
-    def __call__(self, module: nn.Module, inputs: Tuple[Any, ...], batch: Any) -> None:
+    def __call__(self, module: nn.Module, inputs: Tuple[object, ...], batch: object) -> None:
         """Divide the tensors of a batch."""
         fields = list(batch) if isinstance(batch, (list, tuple)) else [batch]
         tensors = [tensor for field in fields for tensor in _stacked(field)]

@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Iterator, Mapping, Optional, Sequence, Union
+from typing import Iterator, Mapping, Optional, Sequence, Union
 
 import torch
 from mmengine.logging import print_log
@@ -30,7 +30,7 @@ class Spmd(Placement):
             it was measured, and takes less memory.
     """
 
-    def __init__(self, sharding: Union[None, bool, Mapping[str, Any]] = None) -> None:
+    def __init__(self, sharding: Union[None, bool, Mapping[str, object]] = None) -> None:
         self.divides_weights = sharding is not False
         if sharding is not None and sharding is not False:
             _refuse_options(ShardingOptions.from_config(sharding))
@@ -61,7 +61,7 @@ class Spmd(Placement):
         return self
 
     def place(
-        self, model: nn.Module, runner: AnyRunner, wrapper: Optional[Mapping[str, Any]] = None
+        self, model: nn.Module, runner: AnyRunner, wrapper: Optional[Mapping[str, object]] = None
     ) -> nn.Module:
         """Put the model on the device, unwrapped; see :meth:`Placement.place`."""
         if wrapper is not None:

@@ -1,8 +1,7 @@
 """Divide weights among the chips, with their gradients and the states of optimizers."""
 
-from typing import Any
-
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mmdevplug.accelerators.xla import is_divided
 from mmdevplug.utils.annotations import AnyOptimWrapper
@@ -32,7 +31,7 @@ class SplitWeights:
         for each in list_optim_wrappers(optim_wrapper):
             each.optimizer.register_step_post_hook(self._split_states)
 
-    def _split_states(self, optimizer: Any, *_: object) -> None:
+    def _split_states(self, optimizer: Optimizer, *_: object) -> None:
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:

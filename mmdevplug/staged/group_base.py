@@ -10,7 +10,18 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Deque,
+    Dict,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -22,7 +33,10 @@ from mmdevplug.utils.signals import start_thread
 from mmdevplug.utils.torch_compat import is_at_least
 
 from .host_buffers import HostBuffers, as_bytes, check_reduction
-from .work import SLICE, StagedWork, overlap
+from .work import SLICE, Beginning, Results, StagedWork, Work, overlap
+
+if TYPE_CHECKING:
+    from .shared_sum import SharedSums
 
 NAME = 'staged'
 #: A tensor for each rank, or one for all.
@@ -59,8 +73,9 @@ class GroupBase(_Base):
             gloo = c10d._create_process_group_wrapper(gloo, NAME, store, rank, size, timeout)
         # Not registered with the group of C++, which PyTorch's DDP may free last, holding the lock
         # of the interpreter: gloo would wait for its threads, and they for that lock.
-        self.gloo: Any = gloo
-        self.sums: Any = None  # SharedSums, from the first large sum on where ranks share memory
+        self.gloo: Any = gloo  # or its wrapper; None when the group has ended
+        # From the first large sum on where ranks share memory.
+        self.sums: Optional[SharedSums] = None
         self._sums_are_due = size > 1
         # Works that have not ended, and those that callers in C++ may still have. C++ has a half
         # of a work, which does nothing when its Python half is gone: PyTorch's reducer would wait
@@ -150,7 +165,7 @@ class GroupBase(_Base):
     group_desc = property(getGroupDesc)
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
-    def _get_backend(self, device: torch.device) -> Any:
+    def _get_backend(self, device: torch.device) -> object:
         """Gloo, whose timeout PyTorch sets and reads."""
         return self.gloo
 
@@ -158,8 +173,8 @@ class GroupBase(_Base):
         self,
         name: str,
         tensors: Sequence[Tensor],
-        results: List[Any],
-        start: Callable[[HostBuffers], List[Any]],
+        results: Results,
+        start: Callable[[HostBuffers], Sequence[Beginning]],
         op: Optional['c10d.ReduceOp'] = None,
     ) -> StagedWork:
         """Begin a collective.
@@ -243,7 +258,7 @@ class GroupBase(_Base):
         if 'process' in told:  # in shared memory, where they are known
             return told
         late = number > 0 and any(words in str(error) for words in ('imed out', 'timeout'))
-        others: Dict[int, Any] = {}
+        others: Dict[int, Tuple[str, int]] = {}
         with suppress(RuntimeError):  # the store may be gone with its rank, before others know
             for rank in {*range(self._size)} - {self._rank}:
                 others[rank] = json.loads(self.store.get(f'staged/process/{rank}'))
@@ -288,7 +303,7 @@ class GroupBase(_Base):
 
     def _exchange(
         self, found: Tensor, source: Tensor, found_sizes: List[int], source_sizes: List[int]
-    ) -> Any:
+    ) -> Work:
         """Begin to send each rank its part of a flat tensor."""
         size = source.element_size()
         return self.gloo.alltoall_base(

@@ -25,8 +25,10 @@ _OF_GLOO = {torch.float16}
 if is_at_least('2.9'):
     _OF_GLOO.add(torch.bfloat16)
 
-_COMBINE: List[Tuple[Any, Callable[..., Tensor]]] = [
-    (ReduceOp.SUM, torch.add),
+#: Options of collectives take it, which PyTorch's annotations do not say.
+SUM: Any = ReduceOp.SUM
+_COMBINE: List[Tuple['ReduceOp.RedOpType', Callable[..., Tensor]]] = [
+    (SUM, torch.add),
     (ReduceOp.PRODUCT, torch.mul),
     (ReduceOp.MIN, torch.minimum),
     (ReduceOp.MAX, torch.maximum),
@@ -53,7 +55,7 @@ def pins_memory(device_type: str) -> bool:
 
 
 @lru_cache(None)
-def _copy_stream(device: torch.device, to_host: bool) -> Any:
+def _copy_stream(device: torch.device, to_host: bool) -> 'torch.Stream':
     """A stream for copies, which neither wait for later operations of the program nor delay them.
 
     There are two: a copy to the host waits for the program, which one from it need not.
@@ -86,8 +88,8 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self.written: List[Tuple[Tensor, Tensor]] = []
-        self.due: List[Callable[[], Any]] = []
-        self.copied: List[Tuple[Any, Tensor]] = []
+        self.due: List[Callable[[], object]] = []
+        self.copied: List[Tuple[torch.Event, Tensor]] = []
         self.beside, self.finite = False, True
 
     def read(self, tensor: Tensor, later: bool = False) -> Tensor:
@@ -129,8 +131,7 @@ class HostBuffers:
     @staticmethod
     def _room(tensor: Tensor) -> Tensor:
         pinned = pins_memory(tensor.device.type)
-        place: Any = dict(dtype=tensor.dtype, device='cpu')
-        return torch.empty(tensor.numel(), pin_memory=pinned, **place)
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, device='cpu', pin_memory=pinned)
 
     def change(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor, which the collective replaces, flat; see ``later``."""
@@ -234,8 +235,8 @@ def scale(flat: Tensor, factor: float) -> bool:
         flat.copy_(exact)
         return finite and is_finite(flat.to(torch.float32))
     if is_at_least('2.4') and flat.dtype != torch.float64:  # the gradient scaler's, on the CPU
-        place: Any = dict(dtype=torch.float32, device=flat.device)
-        found, factor_there = torch.zeros(1, **place), torch.tensor([factor], **place)
+        found = torch.zeros(1, dtype=torch.float32, device=flat.device)
+        factor_there = torch.tensor([factor], dtype=torch.float32, device=flat.device)
         torch._amp_foreach_non_finite_check_and_unscale_([flat], found, factor_there)
         return not found.item()
     flat.mul_(factor)

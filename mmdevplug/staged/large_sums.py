@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from typing import Any, List, Optional
+from typing import TYPE_CHECKING, Any, List, Optional
 
 import torch
 from torch import distributed as torch_dist
@@ -13,11 +13,14 @@ from .host_buffers import pins_memory
 from .shared_memory import group_by_host, share_memory
 from .shared_sum import SharedSums, memory_size
 
+if TYPE_CHECKING:
+    from .group_base import GroupBase
 
-def share_sums(group: Any, device_type: str) -> Optional[SharedSums]:
+
+def share_sums(group: 'GroupBase', device_type: str) -> Optional[SharedSums]:
     """Return where a group adds up large tensors; None on all ranks if they cannot share memory.
 
-    All ranks of the group, a :class:`.group_base.GroupBase`, call it at the same time.
+    All ranks of the group call it at the same time.
     """
 
     def gather(value: object) -> List[Any]:
@@ -54,14 +57,13 @@ def share_sums(group: Any, device_type: str) -> Optional[SharedSums]:
 def _gather_json(value: object, gloo: Any, size: int) -> List[Any]:
     """Give every rank the values of all ranks, of what JSON can write, in the order of ranks."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    places: Any = [dict(dtype=each, device='cpu') for each in (torch.int64, torch.uint8)]
-    whole, byte = places
-    lengths = [torch.zeros(1, **whole) for _ in range(size)]
-    gloo.allgather([lengths], [torch.tensor([text.numel()], **whole)]).wait()
+    lengths = [torch.zeros(1, dtype=torch.int64, device='cpu') for _ in range(size)]
+    own = torch.tensor([text.numel()], dtype=torch.int64, device='cpu')
+    gloo.allgather([lengths], [own]).wait()
     longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, **byte)
+    padded = torch.zeros(longest, dtype=torch.uint8, device='cpu')
     padded[: text.numel()] = text
-    found = [torch.zeros(longest, **byte) for _ in range(size)]
+    found = [torch.zeros(longest, dtype=torch.uint8, device='cpu') for _ in range(size)]
     gloo.allgather([found], [padded]).wait()
     pairs = zip(found, lengths)
     return [json.loads(each[: int(length)].numpy().tobytes()) for each, length in pairs]

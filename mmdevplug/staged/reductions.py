@@ -1,14 +1,17 @@
 """The collectives of a staged group that compute: sums, averages, minima."""
 
-from typing import Any, List, Optional, Sequence
+from typing import TYPE_CHECKING, List, Optional, Sequence, Union
 
 import torch
 from torch import Tensor, distributed as torch_dist
 from torch.distributed import ReduceOp, distributed_c10d as c10d
 
 from .group_base import GroupBase, Parts
-from .host_buffers import HALVES, HostBuffers, averaged, combine, is_average, scale, summand
-from .work import StagedWork, overlap, tensors_in
+from .host_buffers import HALVES, SUM, HostBuffers, averaged, combine, is_average, scale, summand
+from .work import Beginning, StagedWork, Work, overlap, tensors_in
+
+if TYPE_CHECKING:
+    from .shared_sum import SharedSum, SharedSums
 
 #: Of fewer bytes, the message takes less time than waiting for the others in shared memory.
 LEAST_BYTES = 1 << 20
@@ -43,10 +46,10 @@ class Reductions(GroupBase):
         name: str = 'all_reduce',
     ) -> StagedWork:
         """See :func:`torch.distributed.all_reduce`."""
-        op: Any = ReduceOp.SUM if opts is None else opts.reduceOp
+        op = SUM if opts is None else opts.reduceOp
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors  # as C++ takes it, too
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             begins = []
             for place, tensor in enumerate(tensors):
                 # A tensor that is there twice is added up once, as by gloo.
@@ -68,7 +71,7 @@ class Reductions(GroupBase):
     def reduce(self, tensors: List[Tensor], opts: 'c10d.ReduceOptions') -> StagedWork:
         """See :func:`torch.distributed.reduce`; other ranks than the root keep their values."""
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             if self._rank == opts.rootRank:
                 return [self._reduce(buffers, tensors[0], opts.reduceOp, opts.rootRank)]
             # Not in place: gloo leaves intermediate results there.
@@ -77,7 +80,7 @@ class Reductions(GroupBase):
 
         return self._run('reduce', tensors, tensors, start, opts.reduceOp)
 
-    def _shared_sums(self, tensor: Tensor) -> Any:
+    def _shared_sums(self, tensor: Tensor) -> Optional['SharedSums']:
         """Where ranks add up a tensor in shared memory; None on all ranks where they do not."""
         size = tensor.numel() * tensor.element_size()
         if not size or size < LEAST_BYTES or tensor.dtype not in _SHARED_DTYPES:
@@ -91,25 +94,25 @@ class Reductions(GroupBase):
 
     def _reduce(
         self, buffers: HostBuffers, tensor: Tensor, op: ReduceOp, root: Optional[int] = None
-    ) -> Any:
+    ) -> Beginning:
         """Begin to reduce one tensor, on all ranks or on one."""
         if tensor.is_sparse:
             return self._reduce_sparse(buffers, tensor, op)
         average = is_average(op)
-        if root is None and (average or op == ReduceOp.SUM):
+        if root is None and (average or op == SUM):
             sums = self._shared_sums(tensor)
             if sums is not None:
                 return self._start_shared(buffers, sums, tensor, average)
         flat = buffers.change(tensor)
-        options: Any
+        options: Union[torch_dist.AllreduceOptions, torch_dist.ReduceOptions]
         if root is None:
             call, options = self.gloo.allreduce, torch_dist.AllreduceOptions()
         else:
             call, options = self.gloo.reduce, torch_dist.ReduceOptions()
             options.rootRank = root
-        options.reduceOp = ReduceOp.SUM if average else op
+        options.reduceOp = SUM if average else op
 
-        def begin() -> Any:
+        def begin() -> Work:
             summed = summand(flat)
             extreme = op == ReduceOp.MAX or op == ReduceOp.MIN
             if extreme and summed.is_floating_point():
@@ -125,11 +128,11 @@ class Reductions(GroupBase):
 
         return begin
 
-    def _reduce_sparse(self, buffers: HostBuffers, tensor: Tensor, op: ReduceOp) -> Any:
+    def _reduce_sparse(self, buffers: HostBuffers, tensor: Tensor, op: ReduceOp) -> Work:
         """Begin to add up a sparse tensor, of which each rank stores other elements."""
         average = is_average(op)
-        options: Any = torch_dist.AllreduceOptions()
-        options.reduceOp = ReduceOp.SUM if average else op
+        options = torch_dist.AllreduceOptions()
+        options.reduceOp = SUM if average else op
         with torch.no_grad():
             # Not detached: gloo and PyTorch 1.10 replace indices and values of these objects.
             here = tensor.cpu().clone()
@@ -145,13 +148,13 @@ class Reductions(GroupBase):
         in shared memory those of the piece.
         """
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             sums = self._shared_sums(tensor)
             if sums is not None:
                 return [self._start_shared(buffers, sums, tensor, True, keeps_nonfinite)]
             read = buffers.read(tensor, later=True)
 
-            def begin() -> Any:
+            def begin() -> Work:
                 flat = summand(read)
                 flat = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
                 divided = flat.dtype in HALVES
@@ -170,7 +173,9 @@ class Reductions(GroupBase):
 
         return self._run('average', [tensor], [tensor], start)
 
-    def _start_shared(self, buffers: HostBuffers, sums: Any, tensor: Tensor, *how: bool) -> Any:
+    def _start_shared(
+        self, buffers: HostBuffers, sums: 'SharedSums', tensor: Tensor, *how: bool
+    ) -> 'SharedSum':
         """Add up pieces of the tensor itself, or of its copy on the host."""
         shared = sums.begin(buffers.share(tensor), *how)
 
@@ -217,16 +222,16 @@ class Reductions(GroupBase):
     ) -> StagedWork:
         # Gloo has no such collective in most releases. Each rank sends the others their parts and
         # adds up its own in the order of the ranks: a share of the bytes of all_reduce().
-        op: Any = ReduceOp.SUM if opts is None else opts.reduceOp
+        op = SUM if opts is None else opts.reduceOp
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             return [self._scatter_sum(buffers, *pair, op) for pair in zip(outputs, inputs)]
 
         return self._run(name, [*outputs, *tensors_in(inputs)], outputs, start, op)
 
     def _scatter_sum(
         self, buffers: HostBuffers, output: Tensor, parts: Parts, op: ReduceOp
-    ) -> Any:
+    ) -> Work:
         source, sizes = self._sources(buffers, parts)
         result = buffers.write(output)
         found = source.new_empty(self._size * output.numel())

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Callable, Deque, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Deque, List, Optional, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -66,6 +66,8 @@ class SharedSum:
 class _Piece:
     """Elements of a sum that are added up in one slot of each rank."""
 
+    message: 'torch_dist.Work'  # to other hosts, when this rank has added up its share
+
     def __init__(self, of: SharedSum, start: int, stop: int, slots: List[Tensor]) -> None:
         self.of, self.values, self.slots = of, of.flat[start:stop], slots
         self.is_last = stop == of.flat.numel()
@@ -73,7 +75,6 @@ class _Piece:
         length = -(-length // 64) * 64  # shares begin at cache lines
         edges = [min(k * length, stop - start) for k in range(len(slots) + 1)]
         self.spans = [slice(*pair) for pair in zip(edges, edges[1:])]
-        self.message: Any = None
 
 
 class SharedSums:
@@ -108,7 +109,7 @@ class SharedSums:
         start_thread: Callable[[Callable[[], None]], bool],
     ) -> None:
         self.parts, self._here, self._size = parts, here, size
-        self._between: Any = between
+        self._between = between
         self._timeout, self._start_thread = timeout, start_thread
         self._heads = [part.memory.cast('q') for part in parts]
         self._slot_bytes = slot_bytes(len(parts))
@@ -208,9 +209,12 @@ class SharedSums:
         elements = self._slot_bytes // its.flat.element_size()
         stop = min(its.begun + elements, its.flat.numel())
         start = _HEAD + (number % SLOTS) * self._slot_bytes
-        place: Any = dict(dtype=its.flat.dtype, count=stop - its.begun, offset=start)
+        count, dtype = stop - its.begun, its.flat.dtype
         with torch.inference_mode(False):
-            slots = [torch.frombuffer(part.memory, **place) for part in self.parts]
+            slots = [
+                torch.frombuffer(part.memory, dtype=dtype, count=count, offset=start)
+                for part in self.parts
+            ]
         piece = _Piece(its, its.begun, stop, slots)
         with _mode_of(its.flat):
             slots[self._here].copy_(piece.values)
@@ -367,7 +371,7 @@ def memory_size(ranks: int) -> int:
     return _HEAD + SLOTS * slot_bytes(ranks)
 
 
-def _mode_of(flat: Tensor) -> Any:
+def _mode_of(flat: Tensor) -> ContextManager:
     """PyTorch changes a tensor of its inference mode in that mode alone."""
     return torch.inference_mode() if flat.is_inference() else torch.no_grad()
 

@@ -1,7 +1,7 @@
 """The process group of the backend ``staged``."""
 
 from datetime import timedelta
-from typing import Any, List, Optional, Sequence
+from typing import List, Optional, Sequence
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -13,7 +13,7 @@ from mmdevplug.utils.torch_compat import is_at_least
 from .group_base import NAME, Parts
 from .host_buffers import HostBuffers, as_bytes
 from .reductions import Reductions
-from .work import StagedWork, tensors_in
+from .work import Beginning, Results, StagedWork, tensors_in
 
 
 def register() -> None:
@@ -59,7 +59,7 @@ class StagedProcessGroup(Reductions):
     def broadcast(self, tensors: List[Tensor], opts: 'c10d.BroadcastOptions') -> StagedWork:
         """See :func:`torch.distributed.broadcast`."""
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             place = buffers.read if self._rank == opts.rootRank else buffers.write
             return [self.gloo.broadcast([as_bytes(place(each))], opts) for each in tensors]
 
@@ -104,9 +104,9 @@ class StagedProcessGroup(Reductions):
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def _all_gather(
-        self, name: str, outputs: Sequence[Parts], inputs: List[Tensor], results: List[Any]
+        self, name: str, outputs: Sequence[Parts], inputs: List[Tensor], results: Results
     ) -> StagedWork:
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             works = []
             for parts, source in zip(outputs, inputs):
                 rooms = self._rooms(buffers, parts)
@@ -121,7 +121,7 @@ class StagedProcessGroup(Reductions):
     ) -> StagedWork:
         """See :func:`torch.distributed.gather`."""
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             rooms = [[as_bytes(buffers.write(each)) for each in parts] for parts in outputs]
             return [self.gloo.gather(rooms, [as_bytes(buffers.read(inputs[0]))], opts)]
 
@@ -132,7 +132,7 @@ class StagedProcessGroup(Reductions):
     ) -> StagedWork:
         """See :func:`torch.distributed.scatter`."""
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             parts = [[as_bytes(buffers.read(each)) for each in parts] for parts in inputs]
             return [self.gloo.scatter([as_bytes(buffers.write(outputs[0]))], parts, opts)]
 
@@ -148,7 +148,7 @@ class StagedProcessGroup(Reductions):
     ) -> StagedWork:
         """See :func:`torch.distributed.all_to_all_single`; splits count rows."""
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             room, flat = buffers.write(output), buffers.read(source)
             sizes = self._sizes(output, output_splits), self._sizes(source, input_splits)
             return [self._exchange(room, flat, *sizes)]
@@ -165,7 +165,7 @@ class StagedProcessGroup(Reductions):
     ) -> StagedWork:
         """See :func:`torch.distributed.all_to_all`."""
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             source, sizes = self._sources(buffers, inputs)
             rooms = self._rooms(buffers, outputs)
             found = source.new_empty(sum(room.numel() for room in rooms))
@@ -185,7 +185,7 @@ class StagedProcessGroup(Reductions):
     def send(self, tensors: List[Tensor], rank: int, tag: int = 0) -> StagedWork:
         """See :func:`torch.distributed.send`."""
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             return [self.gloo.send([as_bytes(buffers.read(tensors[0]))], rank, tag)]
 
         return self._run(f'send to rank {rank}', tensors, tensors, start)
@@ -193,7 +193,7 @@ class StagedProcessGroup(Reductions):
     def recv(self, tensors: List[Tensor], rank: int, tag: int = 0) -> StagedWork:
         """See :func:`torch.distributed.recv`."""
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             return [self.gloo.recv([as_bytes(buffers.write(tensors[0]))], rank, tag)]
 
         return self._run(f'recv from rank {rank}', tensors, tensors, start)
@@ -201,7 +201,7 @@ class StagedProcessGroup(Reductions):
     def recv_anysource(self, tensors: List[Tensor], tag: int = 0) -> StagedWork:
         """Receive from whoever sends first."""
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             return [self.gloo.recv_anysource([as_bytes(buffers.write(tensors[0]))], tag)]
 
         return self._run('recv', tensors, tensors, start)
@@ -215,7 +215,7 @@ class StagedProcessGroup(Reductions):
         """
         before = list(self.works.values())
 
-        def start(buffers: HostBuffers) -> List[Any]:
+        def start(buffers: HostBuffers) -> List[Beginning]:
             buffers.due.append(lambda: [work.wait() for work in before])
             return [self.gloo.barrier()]
 

@@ -2,7 +2,7 @@
 
 import threading
 from datetime import timedelta
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -11,6 +11,15 @@ from mmdevplug.errors import StagedError
 
 from .host_buffers import HostBuffers
 
+if TYPE_CHECKING:
+    from .shared_sum import SharedSum
+
+#: What gloo, or ranks that share memory, have begun.
+Work = Union['torch_dist.Work', 'SharedSum']
+#: Such a work, or a function that begins it when copies have arrived.
+Beginning = Union[Work, Callable[[], Work]]
+#: Tensors that a collective writes, or those of each rank in a list, as gloo takes both.
+Results = Sequence[Union[Tensor, Sequence[Tensor]]]
 #: What gloo takes for its group's own limit.
 _NO_LIMIT = timedelta(0)
 #: How long a thread waits at a time, so that Python's end need not wait for it.
@@ -38,13 +47,15 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         number (int): Of a tracked one among those of its group.
     """
 
-    begins = _works = ()  # type: Sequence[Any]
+    begins: Sequence[Beginning] = ()
+    _works: Sequence[Work] = ()
     finite, number, _finished = True, 0, False
-    refused = _error = _due = _future = None  # type: Any
+    refused: Optional[BaseException] = None
+    _error: Optional[BaseException] = None
+    _due: Optional['torch.futures.Future[None]'] = None
+    _future: Optional['torch.futures.Future[Results]'] = None
 
-    def __init__(
-        self, group: Any, name: str, tensors: Sequence[Tensor], results: List[Any]
-    ) -> None:
+    def __init__(self, group: Any, name: str, tensors: Sequence[Tensor], results: Results) -> None:
         super().__init__()
         kind = name[:4]
         self._group, self._name, self.tracked = group, name, kind not in ('send', 'recv')
@@ -134,9 +145,9 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         if isinstance(error, StagedError):  # of one of several that were coalesced
             return error
         told = self._group.explain(error, self.number)
-        told = StagedError(f'{self._group.describe(self._name, self.read)} failed: {told}')
-        told.__cause__ = error
-        return told
+        found = StagedError(f'{self._group.describe(self._name, self.read)} failed: {told}')
+        found.__cause__ = error
+        return found
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return at once."""
@@ -157,30 +168,32 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         """Why they have not arrived, and will not."""
         return self._error
 
-    def result(self) -> List[Any]:
+    def result(self) -> Results:
         """The tensors that the collective has written, in the lists that gloo returns."""
         self.wait()
-        nested = len(self._results) == 1 and isinstance(self._results[0], (list, tuple))
-        return list(self._results[0]) if nested else self._results
+        first = self._results[0] if len(self._results) == 1 else None
+        return list(first) if isinstance(first, (list, tuple)) else self._results
 
     def source_rank(self) -> int:
         """The rank that sent what was received."""
-        return self._works[0]._source_rank()
+        received: Any = self._works[0]  # gloo's: nothing is sent through shared memory
+        return received._source_rank()
 
     _source_rank = source_rank
 
-    def get_future(self) -> torch.futures.Future:
+    def get_future(self) -> 'torch.futures.Future[Results]':
         """A future of the results, for callers that do not wait here, such as PyTorch's DDP."""
         with self._group.future_lock:
-            is_new = self._future is None
-            if is_new:
+            future = self._future
+            is_new = future is None
+            if future is None:
                 self._due = torch.futures.Future()
                 # Callers in C++ see what a callback raises, but not what set_exception() was told.
-                self._future = self._due.then(lambda _: self.result())
+                future = self._future = self._due.then(lambda _: self.result())
         # A thread for each: a callback of one may wait for the future of the next.
         if is_new and (self._finished or not self._group.start_thread(self._wait_quietly)):
             self._wait_quietly()
-        return self._future
+        return future
 
     def _wait_quietly(self) -> None:
         """Complete the future, or leave it when the group ends."""
@@ -197,7 +210,7 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
             self._group.dropped.append(self)
 
 
-def tensors_in(parts: Sequence[Any]) -> List[Tensor]:
+def tensors_in(parts: Results) -> List[Tensor]:
     """All tensors of a list, and of the lists in it, in order."""
     found: List[Tensor] = []
     for part in parts:
@@ -220,10 +233,10 @@ def _memory(tensor: Tensor) -> Tuple[int, int, int]:
     try:
         has_untyped = hasattr(tensor, 'untyped_storage')  # since PyTorch 2.0
         storage = (tensor.untyped_storage() if has_untyped else tensor.storage())._cdata
-        extent: Any = 1
+        extent = 1
         for n, step in zip(tensor.shape, tensor.stride()):
             extent += (n - 1) * step
-        first: Any = tensor.storage_offset() * tensor.element_size()
+        first = int(tensor.storage_offset()) * tensor.element_size()
     except (RuntimeError, NotImplementedError, AttributeError):  # of a sparse or lazy tensor
         return id(tensor), 0, 1
     return storage, first, first + (extent * tensor.element_size() if tensor.numel() else 0)

@@ -6,18 +6,18 @@ from typing import Any, List, Optional, Tuple
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.annotations import AnyLoop, AnyRunner
 
 #: The length of the loader of a stream, for those that ask: its end does not come.
 UNKNOWN = sys.maxsize
 
 
-def loader_of(loop: Any) -> Any:
+def loader_of(loop: AnyLoop) -> Any:
     """Return the data loader of a loop that calls it ``dataloader``, as MMEngine's do, or None."""
     return getattr(loop, 'dataloader', None)
 
 
-def loaders_of(loop: Any) -> List[Any]:
+def loaders_of(loop: AnyLoop) -> List[object]:
     """List the data loaders of a loop, whatever attributes hold them."""
     own = loader_of(loop)
     found = [] if own is None else [own]
@@ -27,17 +27,17 @@ def loaders_of(loop: Any) -> List[Any]:
     return found
 
 
-def metrics_of(loop: Any) -> List[Any]:
+def metrics_of(loop: AnyLoop) -> List[object]:
     """List the metrics of all evaluators of a loop, whatever attributes hold these."""
-    found: List[Any] = []
+    found: List[object] = []
     for each in _parts(loop):
         found += getattr(each, 'metrics', None) or ()
     return found
 
 
-def _parts(loop: Any) -> List[Any]:
+def _parts(loop: AnyLoop) -> List[object]:
     """List the values of a loop's attributes, also in lists: each once, in a fixed order."""
-    held: List[Any] = []
+    held: List[object] = []
     for value in getattr(loop, '__dict__', {}).values():
         held += value if isinstance(value, (list, tuple)) else [value]
     return list(dict(zip(map(id, held), held)).values())
@@ -51,7 +51,7 @@ def length_of(thing: Any) -> Optional[int]:
         return None
 
 
-def progress_of(loop: Any) -> Optional[Tuple[int, int]]:
+def progress_of(loop: AnyLoop) -> Optional[Tuple[int, int]]:
     """How many epochs or iterations were trained, and of how many; None for an unknown loop."""
     if isinstance(loop, EpochBasedTrainLoop):
         return loop.epoch, loop.max_epochs
@@ -60,7 +60,7 @@ def progress_of(loop: Any) -> Optional[Tuple[int, int]]:
     return None
 
 
-def is_complete(runner: Any) -> bool:
+def is_complete(runner: AnyRunner) -> bool:
     """Whether nothing is left to train; never of an unknown loop."""
     count, last = progress_of(runner.train_loop) or (0, 1)
     return count >= last

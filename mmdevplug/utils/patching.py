@@ -24,7 +24,7 @@ _LOCK = threading.RLock()
 class Patch:
     """A symbol that is replaced until :meth:`restore`; :func:`patch_symbol` creates it."""
 
-    def __init__(self, owner: object, name: str, replacement: Any, period: str) -> None:
+    def __init__(self, owner: object, name: str, replacement: object, period: str) -> None:
         self.owner, self.name, self.period = owner, name, period
         self.original, self.replacement = _read(owner, name), replacement
 

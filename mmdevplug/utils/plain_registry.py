@@ -37,12 +37,12 @@ class Registry:
             return None
         return self._module_dict[name]
 
-    def build(self, cfg: Mapping[str, Any]) -> Any:
+    def build(self, cfg: Mapping[str, object]) -> object:
         """Build an object from a dict with its ``type`` and its arguments."""
         return self._build(cfg, registry=self)
 
 
-def build_from_cfg(cfg: Mapping[str, Any], registry: Registry) -> Any:
+def build_from_cfg(cfg: Mapping[str, Any], registry: Registry) -> object:
     """Build an object from a dict with its ``type``, a name or a class, and its arguments."""
     arguments = {key: value for key, value in cfg.items() if key not in ('type', '_scope_')}
     kind = cfg['type']

@@ -3,7 +3,7 @@
 import time
 from contextlib import contextmanager
 from threading import Event
-from typing import Any, Callable, Iterator, Optional, Union
+from typing import Callable, Iterator, Optional, Union
 
 from .logs import log as write_log
 from .signals import start_thread
@@ -39,7 +39,7 @@ def show_progress(
         thread.join()
 
 
-def _show(doing: Any, log: Callable[[str], None], done: Event) -> None:
+def _show(doing: Union[str, Callable[[], str]], log: Callable[[str], None], done: Event) -> None:
     start, (wait, interval) = time.monotonic(), IN_LOG
     while not done.wait(wait):
         text = doing if isinstance(doing, str) else doing()

@@ -5,26 +5,40 @@ import dataclasses
 import sys
 from collections import OrderedDict
 from functools import lru_cache
-from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+    overload,
+)
 
 import torch
 from torch import Tensor
 
+#: Keys, fields or indices.
 Names = Tuple[Any, ...]
+Nested = TypeVar('Nested')
 
 
 class Container(NamedTuple):
     """How a kind of container is flattened and rebuilt."""
 
     names: Callable[[Any], Names]  # of the parts; indices for a sequence
-    parts: Callable[[Any], List[Any]]  # in the order of their names
+    parts: Callable[[Any], List[object]]  # in the order of their names
     # From a type, names and parts, without constructors that do more than store them.
-    build: Callable[[type, Names, Sequence[Any]], Any]
+    build: Callable[[type, Names, Sequence[object]], object]
     step: Callable[[Any], str]  # the access to a name in Python: '.x', "['x']"
 
 
-def _build_dataclass(kind: type, names: Names, parts: Sequence[Any]) -> Any:
-    made: Any = object.__new__(kind)
+def _build_dataclass(kind: type, names: Names, parts: Sequence[object]) -> object:
+    made: object = object.__new__(kind)
     for name, part in zip(names, parts):
         object.__setattr__(made, name, part)  # the class may be frozen
     return made
@@ -40,7 +54,7 @@ def _is_property(value: object, name: str) -> bool:
     return isinstance(getattr(type(value), name, None), property)
 
 
-def _build_element(kind: type, names: Names, parts: Sequence[Any]) -> Any:
+def _build_element(kind: type, names: Names, parts: Sequence[object]) -> object:
     made: Any = object.__new__(kind)
     element_type().__init__(made)
     for (place, name), part in zip(names, parts):
@@ -84,7 +98,7 @@ ELEMENT = Container(
     step=lambda name: f'.{name[1]}',
 )
 
-_BUILT_IN = {dict: DICT, OrderedDict: DICT, list: LIST, tuple: TUPLE}
+_BUILT_IN: Dict[type, Container] = {dict: DICT, OrderedDict: DICT, list: LIST, tuple: TUPLE}
 #: Classes of users, each as a container with a single part.
 _registered: Dict[type, Container] = {}
 #: Types of values without parts.
@@ -99,7 +113,7 @@ def element_type() -> Any:
 
 
 @lru_cache(maxsize=512)
-def container_of(kind: Any) -> Optional[Container]:
+def container_of(kind: type) -> Optional[Container]:
     """The container of a type; None for a leaf."""
     if kind in _BUILT_IN or kind in _registered:
         return _BUILT_IN.get(kind) or _registered[kind]
@@ -115,8 +129,8 @@ def container_of(kind: Any) -> Optional[Container]:
 
 def register_sample_type(
     kind: type,
-    to_sample: Callable[[Any], Any] = vars,
-    from_sample: Optional[Callable[[Any], Any]] = None,
+    to_sample: Callable[[Any], object] = vars,
+    from_sample: Optional[Callable[[Any], object]] = None,
 ) -> None:
     """Let objects of a class travel between ranks and devices as samples do; on all ranks alike.
 
@@ -132,8 +146,8 @@ def register_sample_type(
         >>> register_sample_type(PIL.Image.Image, numpy.asarray, PIL.Image.fromarray)
     """
 
-    def from_attributes(attributes: Any) -> Any:
-        made: Any = object.__new__(kind)
+    def from_attributes(attributes: Any) -> object:
+        made: object = object.__new__(kind)
         for name, value in attributes.items():
             object.__setattr__(made, name, value)
         return made
@@ -158,8 +172,20 @@ def is_opaque(kind: type) -> bool:
     return is_registered(kind) or container_of(kind) is ELEMENT
 
 
+@overload
+def replace_parts(nested: Nested, function: Callable[[Tensor], Tensor]) -> Nested: ...
+
+
+@overload
 def replace_parts(
-    nested: Any, function: Callable[[Tensor], Tensor], other: Optional[Callable[[Any], Any]] = None
+    nested: object, function: Callable[[Tensor], Tensor], other: Optional[Callable[[Any], object]]
+) -> Any: ...
+
+
+def replace_parts(
+    nested: Any,
+    function: Callable[[Tensor], Tensor],
+    other: Optional[Callable[[Any], object]] = None,
 ) -> Any:
     """Apply functions to the leaves of nested containers.
 
@@ -171,7 +197,7 @@ def replace_parts(
         return function(nested)
     if type(nested) in LEAVES:
         return nested if other is None else other(nested)
-    kind: Any = type(nested)
+    kind: type = type(nested)
     container = container_of(kind)
     if container is None:
         return _replace_in_object(nested, function, other)
@@ -189,8 +215,8 @@ def replace_parts(
 
 
 def _replace_in_object(
-    value: Any, function: Callable[[Tensor], Tensor], other: Optional[Callable[[Any], Any]]
-) -> Any:
+    value: Any, function: Callable[[Tensor], Tensor], other: Optional[Callable[[Any], object]]
+) -> object:
     if isinstance(value, dict):
         new = {key: replace_parts(part, function, other) for key, part in value.items()}
         if all(part is new[key] for key, part in value.items()):
@@ -229,7 +255,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def _collect(nested: Any, found: List[Tensor]) -> None:
-    kind: Any = type(nested)
+    kind: type = type(nested)
     if kind is Tensor or isinstance(nested, Tensor):
         found.append(nested)
     elif kind in LEAVES:

@@ -26,11 +26,11 @@ def reader_of_shards(folder: str) -> Any:
         *(('torch', 'Size'), ('torch.serialization', '_get_layout')),
     }
 
-    def member(kind: Any, name: str) -> Any:
+    def member(kind: object, name: str) -> object:
         return parts._MEM_FORMAT_ENCODING[name]
 
     class Index(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
+        def find_class(self, module: str, name: str) -> object:
             if (module, name) == ('builtins', 'getattr'):
                 return member  # how Python before 3.11.4 pickles a member of an enumeration
             is_dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
@@ -42,7 +42,7 @@ def reader_of_shards(folder: str) -> Any:
             )
 
     class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        def read_metadata(self, *args: object, **kwargs: object) -> Any:
             with open(os.path.join(folder, '.metadata'), 'rb') as file:
                 found = Index(file).load()
             found.storage_meta.load_id = self.load_id

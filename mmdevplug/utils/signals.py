@@ -11,14 +11,14 @@ import socket
 import threading
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Callable, Tuple
+from typing import Callable, Tuple
 
 #: What a user, a scheduler or a terminal ends a job with.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 def start_thread(
-    target: Callable[..., Any], name: str, args: Tuple[Any, ...] = (), daemon: bool = True
+    target: Callable[..., object], name: str, args: Tuple[object, ...] = (), daemon: bool = True
 ) -> threading.Thread:
     """Start a thread that leaves these signals to others.
 

@@ -1,7 +1,7 @@
 """Compare the types in a saved state with those of a state of the same keys."""
 
 from numbers import Number, Real
-from typing import Any, Iterator, Mapping, NamedTuple, Tuple
+from typing import Iterator, Mapping, NamedTuple, Tuple
 
 from torch import Tensor
 
@@ -9,10 +9,10 @@ from torch import Tensor
 class Maybe(NamedTuple):
     """Marks a value that may also be None."""
 
-    like: Any
+    like: object
 
 
-def differences(found: Any, like: Any, where: str) -> Iterator[Tuple[str, Any, str]]:
+def differences(found: object, like: object, where: str) -> Iterator[Tuple[str, object, str]]:
     """Yield the places of values of other types, the values, and what is expected there."""
     if isinstance(like, Maybe):
         like = None if found is None else like.like
@@ -36,7 +36,7 @@ def differences(found: Any, like: Any, where: str) -> Iterator[Tuple[str, Any, s
         yield where, found, kinds.get(type(like), f'a {type(like).__name__}')
 
 
-def _is_like(found: Any, like: Any) -> bool:
+def _is_like(found: object, like: object) -> bool:
     if type(like) is bool:
         return isinstance(found, bool) or (type(found) is int and found in (0, 1))
     if isinstance(like, (Number, Tensor)) and isinstance(found, Tensor):

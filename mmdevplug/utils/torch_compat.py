@@ -7,7 +7,7 @@ import zlib
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, Callable, Optional
+from typing import Callable, Optional
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -182,9 +182,7 @@ def keep_from_tracing(*modules: str) -> None:
     """Exclude modules from what ``torch.compile`` traces; PyTorch 2.2 renamed the list of them."""
     if not hasattr(torch, 'compile'):
         return  # MMEngine's own error says what is needed
-    from torch import _dynamo
-
-    dynamo: Any = _dynamo
+    dynamo = import_module('torch._dynamo')
     rules = getattr(dynamo, 'trace_rules', None) or dynamo.skipfiles
     for module in modules:
         rules.add(module)

@@ -3,7 +3,7 @@
 import hashlib
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Type, Union
 
 
 def show_warnings_once(folder: Path) -> None:
@@ -14,7 +14,12 @@ def show_warnings_once(folder: Path) -> None:
     show, shown = warnings.showwarning, set()
 
     def show_first(
-        message: Any, category: Any, filename: str, lineno: int, *more: Any, **options: Any
+        message: Union[Warning, str],
+        category: Type[Warning],
+        filename: str,
+        lineno: int,
+        *more: Any,
+        **options: Any,
     ) -> None:
         text = f'{category.__name__} {filename}:{lineno} {message}'
         if text not in shown:  # a filter may want it more than once

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from mmengine.dataset import InfiniteSampler
+from mmengine.dataset import DefaultSampler, InfiniteSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mmdevplug.data import ResumableLoader, make_resumable
@@ -47,6 +47,25 @@ def test_workers_draw_the_same_however_many_there_are():
     draws = torch.cat([first[0], first[1], epochs(loader_with(1, seed=4))[0]])[..., 1:]
     assert draws.flatten().unique().numel() == draws.numel()
     assert derive_seed(3, 0) != derive_seed(3, 1)
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_a_loader_whose_dataset_gives_batches_goes_on(workers):
+    """With ``batch_size=None`` there is no batch sampler, and each index is a batch."""
+
+    def fresh():
+        dataset = Augmented()
+        sampler = DefaultSampler(dataset, seed=5)
+        loader = DataLoader(dataset, batch_size=None, sampler=sampler, num_workers=workers)
+        return make_resumable(loader, 3, dict(sampler=dict(type='DefaultSampler', shuffle=True)))
+
+    whole = [int(each[0]) for each in fresh()]
+    loader, resumed = fresh(), fresh()
+    reading = iter(loader)
+    read = [int(each[0]) for _, each in zip(range(5), reading)]
+    resumed.load_state_dict(loader.state_dict())
+    assert read + [int(each[0]) for each in resumed] == whole
+    assert not resumed.inexact
 
 
 @pytest.mark.parametrize(
