@@ -40,16 +40,11 @@ def convert_norm_layers(
 ) -> nn.Module:
     """Convert the batch normalizations of a model, see :data:`SYNC_BN`; called by all ranks.
 
-    Layers keep their identity, with parameters, buffers, hooks and flags; they only change their
-    class.
+    ``sync_bn`` is one of these, see :func:`check_sync_bn`. Layers keep their identity, with
+    parameters, buffers, hooks and flags; they only change their class.
     """
-    check_sync_bn(sync_bn)
     if sync_bn is not None or any(map(_is_synchronized, module.modules())):
-        module = _convert(module, accelerator, device, sync_bn)
-    if accelerator.compilation.lazy:
-        from .frozen_bn import give_frozen_gradients
-
-        give_frozen_gradients(module)
+        return _convert(module, accelerator, device, sync_bn)
     return module
 
 
