@@ -19,6 +19,7 @@ from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.loss_path import check_loss
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors
 from mmdevplug.model.passes import Preparation, prepare
+from mmdevplug.optim.device_optim_wrapper import log_norms
 from mmdevplug.utils.annotations import AnyGroup, AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.torch_compat import is_at_least
@@ -193,10 +194,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
     def _materialize_step(self, optim_wrapper: AnyOptimWrapper) -> None:
         self.accelerator.compilation.materialize_all(self._devices)
         self.step_materialized = True
-        if self.accelerator.compilation.lazy:
-            from mmdevplug.optim.device_optim_wrapper import log_norms
-
-            log_norms(optim_wrapper)
+        log_norms(optim_wrapper)
 
     def _run_own_step(self, data: Any, optim_wrapper: AnyOptimWrapper) -> Dict[str, Tensor]:
         """Call the model's own ``train_step``, and average before each of its updates."""

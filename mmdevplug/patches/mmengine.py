@@ -100,12 +100,11 @@ def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:
     def init(*args: object, **kwargs: object) -> Any:
         # SyncBatchNorm of PyTorch 1 takes CUDA tensors only.
         model = revert_sync_batchnorm(init_model(*args, **kwargs))
-        if accelerator.compilation.lazy:
-            devices = {parameter.device for parameter in model.parameters()}
-            here = [device for device in devices if device.type == accelerator.device_type]
+        devices = accelerator.compilation.recording(model.parameters())
+        if devices:
             from mmdevplug.lazy.predictions import materialize_predictions
 
-            materialize_predictions(model, accelerator, here)
+            materialize_predictions(model, accelerator, devices)
         return model
 
     return init
