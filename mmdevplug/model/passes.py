@@ -28,9 +28,8 @@ class Preparation:
         accelerator (Accelerator): That of the model.
         device (torch.device): Its first device in this rank.
         devices (Sequence[torch.device]): All of them; by default those of its parameters.
-        distributed (bool): Whether there is a process group.
         averages (bool): Whether gradients are averaged, and statistics may be synchronized.
-        sends (bool): Whether weights of rank 0 are sent before the move.
+        sends (bool): Whether weights of rank 0 are sent to other ranks before the move.
         group (ProcessGroup, optional): To which ranks; None is all of them.
         sync_bn (str, optional): One of :data:`.norm_layers.SYNC_BN`.
         host_losses (bool or str, optional): Which losses a lazy device leaves to the host, see
@@ -42,7 +41,6 @@ class Preparation:
     accelerator: Accelerator
     device: torch.device
     devices: Sequence[torch.device] = ()
-    distributed: bool = True
     averages: bool = True
     sends: bool = False
     group: AnyGroup = None
@@ -64,7 +62,7 @@ def check(model: nn.Module, job: Preparation) -> nn.Module:
     """Refuse an unknown ``sync_bn``, and tensors without values."""
     check_sync_bn(job.sync_bn)
     if job.spread is None:
-        check_materialized(model, lazy_allowed=not job.distributed)
+        check_materialized(model, lazy_allowed=not (job.averages or job.sends))
     return model
 
 

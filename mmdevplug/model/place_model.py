@@ -42,7 +42,6 @@ def place_model(
         context.accelerator,
         context.device,
         context.devices,
-        distributed=grouped,
         averages=averages,
         sends=grouped and not averages,
         sync_bn=sync_bn,
