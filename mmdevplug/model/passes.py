@@ -15,9 +15,8 @@ from mmdevplug.accelerators import Accelerator, devices_of
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.utils.annotations import AnyGroup
 
-from .move import check_materialized, move_module
-from .norm_layers import check_sync_bn, convert_norm_layers
-from .running_stats import keep_running_statistics
+from .move import move_module
+from .norm_layers import convert_norm_layers
 
 
 @dataclass
@@ -55,14 +54,6 @@ def prepare(model: nn.Module, job: Preparation, wrapper_follows: bool = False) -
     for devices, run in BEFORE_WRAPPING if wrapper_follows else PASSES:
         if devices in kinds:
             model = run(model, job)
-    return model
-
-
-def check(model: nn.Module, job: Preparation) -> nn.Module:
-    """Refuse an unknown ``sync_bn``, and tensors without values."""
-    check_sync_bn(job.sync_bn)
-    if job.spread is None:
-        check_materialized(model, lazy_allowed=not (job.averages or job.sends))
     return model
 
 
@@ -118,7 +109,10 @@ def patch_device_queries(model: nn.Module, job: Preparation) -> nn.Module:
 
 def keep_statistics(model: nn.Module, job: Preparation) -> nn.Module:
     """Update running statistics where the kernels of a device do not."""
-    keep_running_statistics(model, job.accelerator, job.device)
+    if job.accelerator.package is not None:  # PyTorch's own devices do it right
+        from .running_stats import keep_running_statistics
+
+        keep_running_statistics(model, job.accelerator, job.device)
     return model
 
 
@@ -150,7 +144,6 @@ Pass = Tuple[str, Callable[[nn.Module, Preparation], nn.Module]]
 
 #: What has to be known before a wrapper of ours is built, or be done before a model is spread.
 BEFORE_WRAPPING: Tuple[Pass, ...] = (
-    (ALL, check),
     (LAZY, patch_operators),
     (LAZY, leave_parts_to_host),
     (ALL, convert_norms),

@@ -15,7 +15,8 @@ from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.registry import class_of, with_ours
 from mmdevplug.utils.logs import log_warning
 
-from .move import weights_on_host
+from .move import check_materialized, weights_on_host
+from .norm_layers import check_sync_bn
 from .passes import Preparation, prepare
 
 
@@ -37,6 +38,9 @@ def place_model(
     host, see :func:`mmdevplug.lazy.losses.compute_losses_on_host`, for models on one device.
     """
     grouped = context.backend is not None
+    check_sync_bn(sync_bn)
+    if spread is None:
+        check_materialized(model, lazy_allowed=not grouped)
     averages = grouped and any(p.requires_grad for p in model.parameters())
     job = Preparation(
         context.accelerator,
