@@ -85,6 +85,10 @@ class Compilation(Part):
     ) -> None:
         """Materialize several devices; see :meth:`materialize`."""
 
+    def recording(self, tensors: Iterable[Tensor]) -> List[torch.device]:
+        """The devices of tensors that record operations; none where these run at once."""
+        return []
+
     def count(self) -> Optional[int]:
         """The number of graphs that this process has compiled; None if it is unknown."""
         return None
@@ -129,6 +133,11 @@ class Precision(Part):
             f'{self.accelerator.name!r}: {first_line(error)}. Expected a device that autocast '
             f"knows; train without, with optim_wrapper.type='OptimWrapper'."
         )
+
+    @property
+    def scaler_steps(self) -> bool:
+        """Whether a scaler's own step may be called, which reads overflows from the device."""
+        return not self.accelerator.compilation.lazy
 
     def grad_scaler(self, **kwargs: object) -> Any:
         """The gradient scaler for float16; arguments as of ``torch.cuda.amp.GradScaler``.

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from types import ModuleType
-from typing import Any, Iterator, List, Sequence, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mmdevplug.utils.progress import show_progress
 
-from .base import Accelerator, Compilation
+from .base import Accelerator, Compilation, devices_of
 
 #: Executions of a process that may compile what all others use again: of weights, of steps.
 FIRST_GRAPHS = 20
@@ -45,6 +45,11 @@ class LazyCompilation(Compilation):
         for device in devices:
             here = [tensor for tensor in wanted if tensor.device == device]
             self.materialize(device, here if len(devices) > 1 else wanted)
+
+    def recording(self, tensors: Iterable[Tensor]) -> List[torch.device]:
+        """See :meth:`Compilation.recording`."""
+        kind = self.accelerator.device_type
+        return [device for device in devices_of(tensors) if device.type == kind]
 
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
         """Keep the compiler from merging later operations on these tensors with earlier ones.

@@ -6,7 +6,7 @@ The wrapper decides once which of the two it is, and asks no more.
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from mmengine.model import MMDistributedDataParallel
@@ -18,7 +18,6 @@ from mmdevplug.config.model_wrapper import WrapperOptions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.distributed.nonfinite import FinitePolicy
 from mmdevplug.errors import ModelError
-from mmdevplug.model.move import move_module
 from mmdevplug.utils.annotations import AnyGroup, AnyOptimWrapper
 
 from .ddp_hook import BucketAveraging
@@ -87,6 +86,9 @@ def choose_averaging(
 class Averaging(ABC):
     """Averages the gradients of a wrapper, which passes itself to each method."""
 
+    #: Whether the wrapper sends the weights of rank 0 before it moves them.
+    sends_weights = False
+
     #: Averages through host memory when backward has ended; None where DDP averages.
     staging: Optional[LazyStaging] = None
     #: The communication hook of the user, with its state.
@@ -99,7 +101,7 @@ class Averaging(ABC):
 
     @abstractmethod
     def init(self, wrapper: Any, module: nn.Module, **arguments: Any) -> None:
-        """Move the module to its device, and set what DDP's constructor sets."""
+        """Set what DDP's constructor sets, for a module that is on its device."""
 
     def start(self, wrapper: Any, trained: TrainableSet) -> None:
         """Average the gradients of these parameters from here on."""
@@ -145,7 +147,6 @@ class DDPAveraging(Averaging):
     def init(self, wrapper: Any, module: nn.Module, **arguments: Any) -> None:
         """See :meth:`Averaging.init`."""
         setting = self.setting
-        move_module(module, setting.device)
         if setting.options.bucket_cap_mb is not None:
             arguments['bucket_cap_mb'] = setting.options.bucket_cap_mb
         shares = setting.on_host and not setting.compress
@@ -234,6 +235,8 @@ class DDPAveraging(Averaging):
 class StagedAveraging(Averaging):
     """Gradients travel through host memory when backward has ended; see :mod:`.lazy_staging`."""
 
+    sends_weights = True
+
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.tolerates_unused = True
@@ -245,13 +248,9 @@ class StagedAveraging(Averaging):
         where the backend does not take tensors of the device, but MMEngine and its users recognize
         wrapped models by ``isinstance(model, MMDistributedDataParallel)``.
         """
-        setting = self.setting
-        # Before the move: on the host it takes no copy between devices.
-        values: List[torch.Tensor] = [*module.parameters(), *module.buffers()]
-        broadcast_tensors(values, setting.accelerator, setting.users_group)
+        device = self.setting.device
         nn.Module.__init__(wrapper)
-        wrapper.module = move_module(module, setting.device)
-        wrapper.device, wrapper.device_type = setting.device, setting.device.type
+        wrapper.module, wrapper.device, wrapper.device_type = module, device, device.type
         wrapper.device_ids = wrapper.output_device = None
         group = arguments['process_group']
         wrapper.process_group = torch_dist.group.WORLD if group is None else group

@@ -18,7 +18,8 @@ from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.loss_path import check_loss
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors
-from mmdevplug.model.norm_layers import convert_norm_layers
+from mmdevplug.model.passes import Preparation, prepare
+from mmdevplug.optim.device_optim_wrapper import log_norms
 from mmdevplug.utils.annotations import AnyGroup, AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.torch_compat import is_at_least
@@ -36,11 +37,11 @@ from .wrapper_arguments import check_compressible, check_module, read_options
 class DeviceDistributedDataParallel(MMDistributedDataParallel):
     """Train data parallel on the device of this rank.
 
-    The module is moved to its device first. Then PyTorch's DDP averages the gradients, over the
-    device's own backend or over the backend ``staged``. Those of a lazy device are averaged when
-    backward has ended, with the same results. ``train_step``,
-    ``val_step``, ``test_step``, ``module`` and the keys of ``state_dict`` are those of
-    :class:`mmengine.model.MMDistributedDataParallel`.
+    The module is prepared and moved to its device first, see :mod:`mmdevplug.model.passes`. Then
+    PyTorch's DDP averages the gradients, over the device's own backend or over the backend
+    ``staged``. Those of a lazy device are averaged when backward has ended, with the same results.
+    ``train_step``, ``val_step``, ``test_step``, ``module`` and the keys of ``state_dict`` are
+    those of :class:`mmengine.model.MMDistributedDataParallel`.
 
     Args:
         module (nn.Module): The model, on any device.
@@ -91,10 +92,11 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         chosen, device = enter_rank_device(accelerator)
         check_same_model(module, process_group)
         averaging = choose_averaging(chosen, device, process_group, own, find_unused_parameters)
-        convert_norm_layers(module, chosen, device)
         setting = averaging.setting
         if setting.compress:
             check_compressible(module)
+        sends, group = averaging.sends_weights, setting.users_group
+        module = prepare(module, Preparation(chosen, device, sends=sends, group=group))
         averaging.init(
             self,
             module,
@@ -109,10 +111,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self._trainable = TrainableSet(module, averaging.tolerates_unused)
         averaging.start(self, self._trainable)
         self.detect_anomalous_params = detect_anomalous_params
-        if chosen.compilation.lazy:
-            from mmdevplug.lazy.predictions import materialize_predictions
-
-            materialize_predictions(module, chosen, self._devices)
 
     @property
     def staging(self) -> Optional[LazyStaging]:
@@ -196,10 +194,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
     def _materialize_step(self, optim_wrapper: AnyOptimWrapper) -> None:
         self.accelerator.compilation.materialize_all(self._devices)
         self.step_materialized = True
-        if self.accelerator.compilation.lazy:
-            from mmdevplug.optim.device_optim_wrapper import log_norms
-
-            log_norms(optim_wrapper)
+        log_norms(optim_wrapper)
 
     def _run_own_step(self, data: Any, optim_wrapper: AnyOptimWrapper) -> Dict[str, Tensor]:
         """Call the model's own ``train_step``, and average before each of its updates."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .normalize import normalize_frozen
+from .sync_bn import DeviceSyncBatchNorm
 
 
 class FrozenGradient(_BatchNorm):
@@ -40,16 +41,21 @@ class FrozenGradientBatchNormXd(FrozenGradient, _BatchNormXd):
     pass
 
 
+class FrozenGradientSyncBatchNorm(FrozenGradient, DeviceSyncBatchNorm):
+    pass
+
+
 REPLACED_BY = {
     nn.BatchNorm1d: FrozenGradientBatchNorm1d,
     nn.BatchNorm2d: FrozenGradientBatchNorm2d,
     nn.BatchNorm3d: FrozenGradientBatchNorm3d,
     _BatchNormXd: FrozenGradientBatchNormXd,
+    DeviceSyncBatchNorm: FrozenGradientSyncBatchNorm,
 }
 
 
 def give_frozen_gradients(module: nn.Module) -> None:
-    """Make a lazy device train the ordinary batch normalizations of a model in eval mode.
+    """Make a lazy device train the batch normalizations of a model in eval mode.
 
     The layers keep their identity and only change their class, to a subclass of the one they had.
     """

@@ -2,31 +2,27 @@
 
 from typing import Any, Union
 
+import torch
 from torch import Tensor, nn
 
-from mmdevplug.accelerators import Accelerator, rank_context
+from mmdevplug.accelerators import rank_context
 from mmdevplug.lazy.losses import HostLosses, compute_losses_on_host, point_encoders
 from mmdevplug.lazy.masks import combine_masks_on_host
 from mmdevplug.lazy.rois import ToDevice, split_stages
-from mmdevplug.patches.deformable_attention import patch_deformable_attention
-from mmdevplug.patches.mmseg import patch_accuracy
+from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.torch_compat import CHECKPOINTS_ANY_GENERATOR
 
 
-def prepare_for_lazy_device(
-    model: nn.Module, accelerator: Accelerator, host_losses: Union[bool, str], on_one: bool
-) -> None:
-    """Patch what a bare model calls; if it is ``on_one`` device, also leave parts to the host.
+def leave_parts_to_host(model: nn.Module, host_losses: Union[bool, str]) -> None:
+    """Leave parts of a bare model on one device to the host.
 
     ``host_losses`` says which losses these are, see
     :func:`mmdevplug.lazy.losses.compute_losses_on_host`.
     """
-    patch_accuracy(model)
-    patch_deformable_attention(accelerator.device_type)
-    if on_one:
-        if compute_losses_on_host(model, host_losses):
-            encode_voxels_on_host(model)
-        combine_masks_on_host(model)
-        split_stages(model, losses=host_losses is not False)
+    if compute_losses_on_host(model, host_losses):
+        encode_voxels_on_host(model)
+    combine_masks_on_host(model)
+    split_stages(model, losses=host_losses is not False)
 
 
 def encode_voxels_on_host(model: nn.Module) -> None:
@@ -58,3 +54,23 @@ class _Scatter:
         image = type(self.scatter).forward(self.scatter, *args, **kwargs)
         device = rank_context().accelerator.current_device()
         return ToDevice.apply(None, [image], 0, device, 0, image)[0]
+
+
+def warn_of_checkpointed_dropout(model: nn.Module) -> None:
+    """Name layers whose gradients are wrong because PyTorch runs them again with other numbers."""
+    if CHECKPOINTS_ANY_GENERATOR:
+        return
+    found = [
+        f'{outer}.{name}'.strip('.')
+        for outer, part in model.named_modules()
+        if getattr(part, 'with_cp', False) is True
+        for name, layer in part.named_modules()
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
+    ]
+    if found:
+        log_warning(
+            f'with_cp=True: {found[0]} and {len(found) - 1} more layers drop elements inside of '
+            f'segments that run a second time in backward. PyTorch {torch.__version__} restores '
+            f'random numbers of CUDA alone, so other elements are dropped then, and gradients are '
+            f'wrong. Expected: no dropout there. Set its rate to 0, or with_cp=False.'
+        )

@@ -40,16 +40,11 @@ def convert_norm_layers(
 ) -> nn.Module:
     """Convert the batch normalizations of a model, see :data:`SYNC_BN`; called by all ranks.
 
-    Layers keep their identity, with parameters, buffers, hooks and flags; they only change their
-    class.
+    ``sync_bn`` is one of these, see :func:`check_sync_bn`. Layers keep their identity, with
+    parameters, buffers, hooks and flags; they only change their class.
     """
-    check_sync_bn(sync_bn)
     if sync_bn is not None or any(map(_is_synchronized, module.modules())):
-        module = _convert(module, accelerator, device, sync_bn)
-    if accelerator.compilation.lazy:
-        from .frozen_bn import give_frozen_gradients
-
-        give_frozen_gradients(module)
+        return _convert(module, accelerator, device, sync_bn)
     return module
 
 
@@ -106,7 +101,8 @@ def _convert(
 
 def torch_sync_bn_works(accelerator: Accelerator, device: torch.device) -> bool:
     """Whether PyTorch's own layer works on a device, found by trying it; called by all ranks."""
-    if accelerator.compilation.lazy or not takes_tensors(accelerator, backend_of()):
+    backend = backend_of()
+    if waits_for_backward(accelerator, backend) or not takes_tensors(accelerator, backend):
         return False
     # It keeps a list of device types, and calls operations that few devices have.
     inputs = torch.ones(2, 1, device=device, requires_grad=True)
@@ -152,7 +148,7 @@ def _of_repositories(
         name: part
         for name, part in module.named_modules()
         if 'SyncBatchNorm' in type(part).__name__ and not isinstance(part, ours)
-        if (accelerator.compilation.lazy and part not in on_host)
+        if (part not in on_host and waits_for_backward(accelerator, backend_of()))
         or (device.type != 'cuda' and not isinstance(part, _BatchNorm))
     }
 

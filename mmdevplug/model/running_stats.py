@@ -30,6 +30,7 @@ def keep_running_statistics(
         and part.track_running_stats
         # Other forward methods, such as that of our synchronized layer, update them themselves.
         and type(part).forward is _BatchNorm.forward
+        and _update not in part._forward_pre_hooks.values()
     ]
     if not layers or _updates(device):
         return

@@ -14,7 +14,7 @@ from mmdevplug.accelerators import Accelerator, rank_context
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.annotations import AnyGroup
 
-from .normalize import SynchronizedNormalize, normalize_frozen
+from .normalize import SynchronizedNormalize
 from .statistics_exchange import StatisticsExchange, local_statistics, statistics_group
 
 
@@ -66,9 +66,10 @@ class DeviceSyncBatchNorm(_BatchNorm):
         """Normalize a batch."""
         group = statistics_group(self.process_group) if self.training else None
         if group is None:
-            return self._normalize_alone(input)
+            return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
-        exchange = StatisticsExchange(self._accelerator(), group, input.device)
+        accelerator = self.accelerator or rank_context().accelerator
+        exchange = StatisticsExchange(accelerator, group, input.device)
         exchange.layer_name = self.layer_name
         with torch.no_grad():
             statistics = exchange.combine(*local_statistics(input), self.eps)
@@ -76,16 +77,6 @@ class DeviceSyncBatchNorm(_BatchNorm):
             if self.track_running_stats:
                 self._update_running(statistics.mean, statistics.unbiased, statistics.total)
         return SynchronizedNormalize.apply(input, self.weight, self.bias, statistics, exchange)
-
-    def _normalize_alone(self, input: Tensor) -> Tensor:
-        frozen = not self.training and self.running_mean is not None
-        if not (frozen and torch.is_grad_enabled() and self._accelerator().compilation.lazy):
-            return _BatchNorm.forward(self, input)
-        # torch_xla has no gradient of PyTorch's own.
-        return normalize_frozen(self, input)
-
-    def _accelerator(self) -> Accelerator:
-        return rank_context().accelerator if self.accelerator is None else self.accelerator
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:

@@ -113,7 +113,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
                 finite = self._agree_on_overflow()
         if self.clip_grad_kwargs:
             self._clip_grad()
-        if not (known or self.accelerator.compilation.lazy):
+        if self.precision.scaler_steps and not known:
             self.loss_scaler.step(self.optimizer, **kwargs)
         elif finite:
             # Not the scaler's step: it would read from the device whether there was an overflow,
@@ -144,7 +144,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         found = list(states[id(self.optimizer)]['found_inf_per_device'].values()) if states else []
         # Otherwise each value that is read next runs a graph for itself alone.
         self.accelerator.compilation.materialize_all(rank_context().devices, found)
-        if get_world_size() == 1 and not self.accelerator.compilation.lazy:
+        if get_world_size() == 1 and self.precision.scaler_steps:
             return True
         mine = max(map(float, found), default=0.0)
         agreed = torch.tensor(mine)

@@ -36,18 +36,17 @@ class DeviceOptimWrapper(OptimWrapper):
         self.accelerator = rank_context().accelerator
 
     def _clip_grad(self) -> None:
-        if not self.accelerator.compilation.lazy:
-            super()._clip_grad()
-            return
         parameters = [
             parameter
             for group in self.optimizer.param_groups
             for parameter in group['params']
             if parameter.requires_grad and parameter.grad is not None
         ]
-        if self.accelerator.compilation.runs_again:
-            self.accelerator.compilation.materialize_all(devices_of(parameters))
-        on_several = len(devices_of(parameters)) > 1
+        compilation = self.accelerator.compilation
+        devices = compilation.recording(parameters)
+        if compilation.runs_again:
+            compilation.materialize_all(devices)
+        on_several = bool(devices) and len(devices_of(parameters)) > 1
         if not (on_several or self._logs_later):
             super()._clip_grad()
             return
@@ -64,11 +63,11 @@ class DeviceOptimWrapper(OptimWrapper):
             self._log_norms()
 
     def log_norms(self) -> None:
-        """Log the norms of clipped gradients; the first call delays logging to such calls.
+        """Log the norms of clipped gradients; on a lazy device the first call delays all to such.
 
         Call it after an iteration was materialized, when reading norms costs no execution.
         """
-        self._logs_later = True
+        self._logs_later = self.accelerator.compilation.lazy
         self._log_norms()
 
     def _log_norms(self) -> None:

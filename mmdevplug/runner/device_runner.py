@@ -102,19 +102,15 @@ class DeviceRunner(Runner):
         cfg = kwargs.get('cfg') or {}
         refuse_misspelt(cfg)
         accelerator = cfg.get('accelerator') if accelerator is None else accelerator
-        model_parallel = cfg.get('model_parallel') if model_parallel is None else model_parallel
-        sharding = cfg.get('sharding') if sharding is None else sharding
         self.accelerator_options = AcceleratorOptions.from_config(accelerator)
         #: Saved with each checkpoint, and restored when resuming.
         self.resume_state = Resume()
         self.resume_state.participants.note_loaders(self)
         # MMEngine's default is backend='nccl'.
         kwargs.setdefault('env_cfg', {})
-        model = kwargs['model'] if 'model' in kwargs else next(iter(args), None)
-        others = kwargs.get('optim_wrapper'), kwargs.get('default_scope')
-        #: Where the weights of the model are.
         device = self.accelerator_options.device
-        self.placement = choose_placement(model_parallel, sharding, model, *others, device)
+        #: Where the weights of the model are.
+        self.placement = choose_placement(model_parallel, sharding, device, args, kwargs)
         super().__init__(*args, **kwargs)
 
     @classmethod

@@ -150,6 +150,7 @@ def run_all(accelerator):
 
     from mmdevplug import init_device
     from mmdevplug.model import norm_layers
+    from mmdevplug.model.frozen_bn import give_frozen_gradients
     from mmdevplug.model.move import move_module
     from mmdevplug.model.norm_layers import convert_norm_layers
     from mmdevplug.model.sync_bn import DeviceSyncBatchNorm
@@ -166,6 +167,8 @@ def run_all(accelerator):
         model = move_module(build(case), context.device)
         convert_norm_layers(model, context.accelerator, context.device, 'auto')
         assert type(model[0]) is DeviceSyncBatchNorm
+        if context.accelerator.compilation.lazy:
+            give_frozen_gradients(model)
         found[name] = run(
             model, case, lambda step, case=case: data(case, step, ranks, rank), context.device
         )
