@@ -19,6 +19,45 @@ from tests.ranks import _ROOT, start_process
 _MAIN = 'mmdevplug.cli.main'
 
 
+#: The command of this package, for a Python that starts afresh.
+CLI = (sys.executable, '-m', _MAIN)
+
+
+def environment(*folders, **variables):
+    """Variables for a process that starts afresh, and finds the packages of some folders first.
+
+    Those of Slurm are left out, and those that are None.
+    """
+    from tests.jobs import PATHS  # which imports both
+
+    kept = {name: value for name, value in os.environ.items() if not name.startswith('SLURM')}
+    paths = os.pathsep.join([*map(str, folders), PATHS])
+    found = dict(kept, PYTHONPATH=paths, PYTHON=sys.executable, OMP_NUM_THREADS='1')
+    found.update(variables)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def run(*command, cwd=_ROOT, env=None, timeout=280, **options):
+    """Run a program that starts afresh.
+
+    Args:
+        *command (str): The program and its arguments.
+        cwd (str): Its working directory.
+        env (dict, optional): All of its variables. Defaults to those of :func:`environment`.
+        timeout (float): Seconds until it must have ended.
+        **options: Of :func:`subprocess.run`.
+
+    Returns:
+        subprocess.CompletedProcess: Its exit status, and what it printed as text.
+    """
+    env = environment() if env is None else env
+    options = options or dict(stderr=subprocess.PIPE)
+    return subprocess.run(
+        list(map(str, command)), cwd=str(cwd), env=env, timeout=timeout, text=True,
+        stdout=subprocess.PIPE, **options,
+    )  # fmt: skip
+
+
 def python(*arguments, cwd=_ROOT, env=None, timeout=280, mmengine=True):
     """Run ``python ARGUMENTS`` without the seconds that imports take.
 

@@ -1,13 +1,12 @@
 """The notebook of the demo: its cells run one after the other, as in Jupyter."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 
-from tests.jobs import PATHS, ROOT
+from tests.commands import environment, run
+from tests.jobs import ROOT
 
 NOTEBOOK = ROOT / 'demo' / 'digits.ipynb'
 #: Runs cells, and prints what the last ones hold.
@@ -35,11 +34,8 @@ def test_it_holds_no_output():
 def test_its_cells_train_and_predict(tmp_path):
     (tmp_path / 'configs').symlink_to(ROOT / 'configs')
     (tmp_path / 'demo').mkdir()  # where Jupyter opens it
-    env = dict(os.environ, PYTHONPATH=PATHS, MPLBACKEND='Agg', OMP_NUM_THREADS='1')
-    done = subprocess.run(
-        [sys.executable, '-c', RUN, str(NOTEBOOK)],
-        cwd=tmp_path / 'demo', env=env, capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
+    env = environment(MPLBACKEND='Agg')
+    done = run(sys.executable, '-c', RUN, NOTEBOOK, cwd=tmp_path / 'demo', env=env)
     assert done.returncode == 0, done.stderr
     words = done.stdout.splitlines()[-1].split()
     assert float(words[1]) > 95

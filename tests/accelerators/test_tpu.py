@@ -1,7 +1,6 @@
 """TorchTPU's devices: one for each process, and the variables that its runtime reads."""
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ from mmdevplug.accelerators import get_accelerator
 from mmdevplug.accelerators.backend import default_backend
 from mmdevplug.accelerators.tpu import ADDRESSES, TOPOLOGY
 from mmdevplug.errors import AcceleratorError
-from tests.jobs import ROOT
+from tests.commands import run
 from tests.native import STANDINS, native_environment, needs_native, run_native
 from tests.ranks import free_port
 
@@ -106,8 +105,6 @@ def test_another_package_of_the_name_is_no_torchtpu():
     environ = native_environment('tpu')
     theirs = str(STANDINS / 'native' / 'sophgo')
     environ['PYTHONPATH'] = os.pathsep.join([theirs, environ['PYTHONPATH']])
-    done = subprocess.run(
-        [sys.executable, '-c', SOPHGO], env=environ, cwd=ROOT, capture_output=True, text=True
-    )
+    done = run(sys.executable, '-c', SOPHGO, env=environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ['4', 'tpu:2', 'sccl', 'True']

@@ -1,35 +1,23 @@
 """Running the doctor as a user does, in a process of its own."""
 
 import json
-import os
-import subprocess
 import sys
 
-from tests.jobs import PATHS, ROOT
+from tests import commands
+from tests.cli.running import STANDIN
 
-STANDIN = str(ROOT / 'standins' / 'fakecard')
-CONFIG = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
 #: Variables of this test run that would be findings of their own.
 CLEAN = dict.fromkeys(['RANK', 'WORLD_SIZE', 'MASTER_PORT', 'GLOO_SOCKET_IFNAME'])
 
 
 def environment(*paths, **environ):
     """Variables for a child; None removes one."""
-    variables = {**os.environ, **CLEAN, 'OMP_NUM_THREADS': '1', **environ}
-    variables['PYTHONPATH'] = os.pathsep.join([*map(str, paths), PATHS, STANDIN])
-    return {name: value for name, value in variables.items() if value is not None}
+    return commands.environment(*paths, STANDIN, **{**CLEAN, **environ})
 
 
-def doctor(*arguments, paths=(), timeout=280, **environ):
+def doctor(*arguments, paths=(), **environ):
     """``mmdevplug doctor``."""
-    return subprocess.run(
-        [sys.executable, '-m', 'mmdevplug.cli.main', 'doctor', *map(str, arguments)],
-        cwd=ROOT,
-        env=environment(*paths, **environ),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    return commands.run(*commands.CLI, 'doctor', *arguments, env=environment(*paths, **environ))
 
 
 def examined(folder, *arguments, **options):
@@ -43,13 +31,8 @@ def examined(folder, *arguments, **options):
 
 def python(code, paths=(), prefix=(), **environ):
     """The JSON that a few lines print, perhaps run by another command."""
-    done = subprocess.run(
-        [*prefix, sys.executable, '-c', code],
-        env=environment(*paths, **environ),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = (*prefix, sys.executable, '-c', code)
+    done = commands.run(*command, env=environment(*paths, **environ))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

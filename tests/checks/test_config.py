@@ -10,10 +10,11 @@ from mmengine.config import Config
 
 from mmdevplug.cli import check
 from mmdevplug.model_parallel.sizes import state_factor
+from tests.cli.running import DIGITS as CONFIG
 from tests.jobs import needs_modes
 from tests.ranks import run_ranks
 
-from .running import CONFIG, the
+from .running import the
 
 DIGITS = f'_base_ = [{CONFIG!r}]\n'
 

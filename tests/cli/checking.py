@@ -6,10 +6,8 @@ from contextlib import redirect_stderr, redirect_stdout
 
 from mmdevplug.cli.check import main
 from mmdevplug.cli.common import run
-from tests.jobs import ROOT
+from tests.cli.running import STANDIN
 from tests.ranks import run_ranks
-
-STANDIN = str(ROOT / 'standins' / 'fakecard')
 
 
 def check(arguments, folder):

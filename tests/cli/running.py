@@ -1,23 +1,32 @@
 """Commands as a user types them, in processes of their own."""
 
-import os
+from tests.commands import environment, python
+from tests.jobs import ROOT
 
-from tests.commands import python
-from tests.jobs import PATHS, ROOT
-
-DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
+#: The digits example on the CPU, below the checkout and as a whole path; and for any device.
+CONFIG = 'configs/digits/digits_cpu.py'
+DIGITS = str(ROOT / CONFIG)
+#: What a config inherits: the example on the CPU, on no device, on whatever device there is.
+ON_CPU, PLAIN = repr(DIGITS), repr(str(ROOT / 'configs' / 'digits' / 'digits.py'))
+AUTO = f"{PLAIN}, __import__('mmdevplug').base_config('auto')"
+#: A training of one epoch, without a validation.
+SHORT = ('--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2')
+STANDIN = str(ROOT / 'standins' / 'fakecard')
 
 
 def mmdevplug(folder, *arguments, **options):
     """A command in a process that finds the packages of a folder first, with options for it."""
-    paths = os.pathsep.join([str(folder), PATHS])
-    env = dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS='1')
-    return python('-m', 'mmdevplug.cli.main', *arguments, cwd=folder, env=env, **options)
+    command = ('-m', 'mmdevplug.cli.main', *arguments)
+    return python(*command, cwd=folder, env=environment(folder), **options)
 
 
-def config(folder, lines):
+def config(folder, lines, imports=(), base=ON_CPU):
+    """A config that inherits the digits example, and imports modules besides it."""
     path = folder / 'config.py'
-    path.write_text(f'_base_ = [{DIGITS!r}]\n{lines}\n')
+    if imports:
+        imports = ['mmdevplug', *imports, 'mmdevplug.examples.digits']
+        lines = f'custom_imports = dict(imports={imports!r})\n{lines}'
+    path.write_text(f'_base_ = [{base}]\n{lines}\n')
     return path
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,26 +11,21 @@ import psutil
 import pytest
 
 from mmdevplug.cli import launch
-from tests.jobs import PATHS, ROOT, load_file
-
-DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
-MAIN = [sys.executable, '-m', 'mmdevplug.cli.main']
+from tests.cli.running import config
+from tests.commands import environment
+from tests.jobs import ROOT, load_file
 
 
 def write_config(folder, workers=0, **hook):
     """A job without an end, whose ranks note their process and their last iteration."""
     hook = dict(dict(type='Accident', note=str(folder / 'notes'), pause=0.05), **hook)
-    path = folder / 'job.py'
-    path.write_text(
-        f'_base_ = [{DIGITS!r}]\n'
-        "custom_imports = dict(imports=['mmdevplug', 'mmdevplug.examples.digits', "
-        "'tests.fault_tolerance.accidents'])\n"
+    lines = (
         f'custom_hooks = [{hook!r}]\n'
         'train_cfg = dict(max_epochs=1000, val_interval=1000)\n'
         f'train_dataloader = dict(batch_size=100, num_workers={workers})\n'
         'default_hooks = dict(checkpoint=dict(interval=1000))\n'
     )
-    return str(path)
+    return str(config(folder, lines, ['tests.fault_tolerance.accidents']))
 
 
 class Started:
@@ -42,8 +36,7 @@ class Started:
         self.notes.mkdir(exist_ok=True)
         for note in self.notes.iterdir():
             note.unlink()
-        env = dict(os.environ, PYTHONPATH=PATHS, PYTHON=sys.executable, OMP_NUM_THREADS='1')
-        env.update(environ)
+        env = environment(**environ)
         self.path = folder / 'printed'
         with open(self.path, 'w') as output:
             self.process = subprocess.Popen(

@@ -1,25 +1,19 @@
 """What ``mmdevplug train`` shows on the terminal, and what only the log file has."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 
-from tests.jobs import PATHS, ROOT
+from tests.cli.running import CONFIG, config
+from tests.commands import CLI, environment, run
 
 
 @pytest.mark.parametrize('words', [(), ('--verbose',)])
 def test_the_terminal_shows_results_and_the_file_everything(tmp_path, words):
-    done = subprocess.run(
-        [sys.executable, '-m', 'mmdevplug', 'train', 'configs/digits/digits_cpu.py', *words]
-        + ['--work-dir', str(tmp_path), '--cfg-options', 'train_cfg.max_epochs=2']
-        + ['train_cfg.val_interval=2', 'default_hooks.logger.interval=100']
-        + ['optim_wrapper.paramwise_cfg.bias_lr_mult=2.0'],
-        cwd=ROOT,
-        env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': PATHS},
-        capture_output=True,
-        text=True,
+    done = run(
+        *(sys.executable, '-m', 'mmdevplug', 'train', CONFIG, *words, '--work-dir', tmp_path),
+        *('--cfg-options', 'train_cfg.max_epochs=2', 'train_cfg.val_interval=2'),
+        *('default_hooks.logger.interval=100', 'optim_wrapper.paramwise_cfg.bias_lr_mult=2.0'),
     )
     shown = done.stdout + done.stderr
     assert done.returncode == 0, shown
@@ -58,19 +52,11 @@ class Warns(Hook):
 @pytest.mark.parametrize(('words', 'times'), [((), 1), (('--verbose',), 2)])
 def test_a_warning_of_several_ranks_is_shown_once(tmp_path, words, times):
     (tmp_path / 'warns.py').write_text(WARNS)
-    config = tmp_path / 'config.py'
-    config.write_text(
-        f'_base_ = [{str(ROOT / "configs/digits/digits_cpu.py")!r}]\n'
-        "custom_imports = dict(imports=['mmdevplug.examples.digits', 'warns'])\n"
-        "custom_hooks = [dict(type='Warns')]\n"
-        'train_cfg = dict(max_epochs=1)\n'
-    )
-    done = subprocess.run(
-        [sys.executable, '-m', 'mmdevplug', 'train', str(config), '--nproc', '2', *words]
-        + ['--work-dir', str(tmp_path / 'work')],
-        env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), PATHS])},
-        capture_output=True,
-        text=True,
+    lines = "custom_hooks = [dict(type='Warns')]\ntrain_cfg = dict(max_epochs=1)"
+    path = config(tmp_path, lines, ['warns'])
+    done = run(
+        *(*CLI, 'train', path, '--nproc', '2', *words, '--work-dir', tmp_path / 'work'),
+        env=environment(tmp_path),
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count('UserWarning: on all ranks') == times

@@ -1,7 +1,6 @@
 """tools/check.py, as a user runs it."""
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -13,9 +12,9 @@ from torch import nn
 from mmdevplug.checks.one_step import _apart
 from tests.checks.test_config import SPARE_HEAD
 from tests.cli.checking import checked
-from tests.jobs import PATHS, ROOT, need_card, needs_modes
-
-CONFIG = 'configs/digits/digits_cpu.py'
+from tests.cli.running import AUTO, CONFIG, config
+from tests.commands import environment, run
+from tests.jobs import ROOT, need_card, needs_modes
 
 #: A model on several devices that forgets to bring together what it adds.
 PLANTED = """
@@ -75,16 +74,9 @@ def test_what_is_apart_is_a_problem():
 @pytest.fixture(scope='module')
 def digits():
     """As a user runs it, in a shell with variables of an earlier job."""
-    env = dict(os.environ, RANK='3', MASTER_PORT='29500', OMP_NUM_THREADS='1', PYTHONPATH=PATHS)
     before = sorted(os.listdir(ROOT)), sorted(os.listdir(ROOT / 'configs' / 'digits'))
-    done = subprocess.run(
-        [sys.executable, 'tools/check.py', CONFIG],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    env = environment(RANK='3', MASTER_PORT='29500')
+    done = run(sys.executable, 'tools/check.py', CONFIG, env=env)
     assert before == (sorted(os.listdir(ROOT)), sorted(os.listdir(ROOT / 'configs' / 'digits')))
     return done
 
@@ -98,32 +90,22 @@ def test_a_consistent_step(digits):
 @needs_modes
 def test_a_parameter_without_a_gradient_is_a_warning(tmp_path):
     (tmp_path / 'spare_head.py').write_text(SPARE_HEAD)
-    config = tmp_path / 'config.py'
-    config.write_text(
-        f'_base_ = [{str(ROOT / CONFIG)!r}]\n'
-        "custom_imports = dict(imports=['spare_head', 'mmdevplug.examples.digits'])\n"
-        "model = dict(type='WithSpareHead')\n"
-    )
-    status, out, _ = checked(config, folder=tmp_path)
+    path = config(tmp_path, "model = dict(type='WithSpareHead')", ['spare_head'])
+    status, out, _ = checked(path, folder=tmp_path)
     (line,) = [line for line in out.splitlines() if line.startswith('warning:')]
     assert 'one training step: spare.weight, spare.bias. A job of several ranks would stop' in line
     assert 'set find_unused_parameters=True' in line
     assert status in (None, 0)
-    _, out, _ = checked(config, '--cfg-options', 'find_unused_parameters=True', folder=tmp_path)
+    _, out, _ = checked(path, '--cfg-options', 'find_unused_parameters=True', folder=tmp_path)
     assert 'warning:' not in out
 
 
 BY_ITERATION = "_delete_=True, type='IterBasedTrainLoop', max_iters=3"
 
 
-def with_data(folder, loop, data):
-    config = folder / 'config.py'
-    config.write_text(
-        f'_base_ = [{str(ROOT / CONFIG)!r}]\n'
-        f'train_cfg = dict({loop})\n'
-        f'train_dataloader = dict({data})\n'
-    )
-    return config
+def with_data(folder, loop, data, more=''):
+    lines = f'train_cfg = dict({loop})\ntrain_dataloader = dict({data})\n{more}'
+    return config(folder, lines)
 
 
 @needs_modes
@@ -137,22 +119,17 @@ def test_a_sampler_without_end_is_read_once(tmp_path, loop):
 
 @pytest.mark.parametrize('loop', [BY_ITERATION, ''])
 def test_data_without_a_batch(tmp_path, loop):
-    config = with_data(tmp_path, loop, 'dataset=dict(indices=20)')
-    with config.open('a') as file:
-        file.write('param_scheduler = None\n')
-    status, out, err = checked(config)
+    data = 'dataset=dict(indices=20)'
+    status, out, err = checked(with_data(tmp_path, loop, data, 'param_scheduler = None'))
     assert status == 1
     assert 'train_dataloader has no batch in an epoch: DigitsDataset(indices=20) has 20' in err
     assert 'batch_size=64 and drop_last=True' in err
 
 
 def test_a_validation_that_fails_is_an_error(tmp_path):
-    config = tmp_path / 'wrong.py'
-    config.write_text(
-        f'_base_ = [{str(ROOT / "configs/digits/digits_cpu.py")!r}]\n'
+    lines = (
         "val_dataloader = dict(dataset=dict(metainfo=dict(classes=['a'])))\n"
-        "val_evaluator = dict(_delete_=True, type='DumpProxyMetric')\n"
-        "custom_imports = dict(imports=['mmdevplug.examples.digits', 'wrong_metric'])\n"
+        "val_evaluator = dict(_delete_=True, type='DumpProxyMetric')"
     )
     (tmp_path / 'wrong_metric.py').write_text(
         'from mmengine.evaluator import BaseMetric\n'
@@ -162,7 +139,8 @@ def test_a_validation_that_fails_is_an_error(tmp_path):
         "    def process(self, batch, samples): samples[0]['pred_sem_seg']\n"
         '    def compute_metrics(self, results): return {}\n'
     )
-    status, out, err = checked(config, folder=tmp_path)
+    path = config(tmp_path, lines, ['wrong_metric'])
+    status, out, err = checked(path, folder=tmp_path)
     assert status == 1, err
     assert 'the validation step fails with' in out
     assert 'pred_sem_seg' in out
@@ -191,24 +169,21 @@ def planted(tmp_path):
 
     def write(cure=''):
         (tmp_path / 'planted_model.py').write_text(PLANTED.format(cure=cure))
-        config = tmp_path / 'planted.py'
-        config.write_text(
-            f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}, '
-            "__import__('mmdevplug').base_config('auto')]\n"
-            "custom_imports = dict(imports=['fakecard_from_env', 'mmdevplug.examples.digits', "
-            "'planted_model'])\n"
+        lines = (
             "model = dict(_delete_=True, type='Planted')\n"
             'val_dataloader = val_cfg = val_evaluator = None\n'
-            "accelerator = dict(type='zeta')\n"
+            "accelerator = dict(type='zeta')"
         )
-        return dict(folder=tmp_path, FAKECARD_NAME='zeta'), config
+        imports = ['fakecard_from_env', 'planted_model']
+        path = config(tmp_path, lines, imports, base=AUTO)
+        return dict(folder=tmp_path, FAKECARD_NAME='zeta'), path
 
     return write
 
 
 def test_a_planted_mismatch_is_named(planted):
-    options, config = planted()
-    status, out, err = checked(config, **options)
+    options, path = planted()
+    status, out, err = checked(path, **options)
     assert status == 1, err
     line = 1 + PLANTED.splitlines().index('        return one + other{cure}')
     for told in ('operands on zeta:0, zeta:1', 'in: add (Sum)', f'planted_model.py:{line}: '):
@@ -218,8 +193,8 @@ def test_a_planted_mismatch_is_named(planted):
 
 @pytest.mark.parametrize(('guard', 'expected'), [('warn', 1), ('move', 0)])
 def test_other_policies_for_a_planted_mismatch(planted, guard, expected):
-    options, config = planted()
-    status, out, _ = checked(config, '--guard', guard, **options)
+    options, path = planted()
+    status, out, _ = checked(path, '--guard', guard, **options)
     assert status == expected, out
     assert '1 operation(s) at 1 place(s) had operands on different devices' in out
     # With a warning the card itself refuses to add, as it would in a training.
@@ -227,20 +202,20 @@ def test_other_policies_for_a_planted_mismatch(planted, guard, expected):
 
 
 def test_the_same_without_the_mismatch(planted):
-    options, config = planted('.to(one.device)')
-    status, out, err = checked(config, **options)
+    options, path = planted('.to(one.device)')
+    status, out, err = checked(path, **options)
     assert status == 0, out + err
     assert 'different devices' not in out
 
 
 def test_a_buffer_that_leaves_its_device_in_a_step_is_named(planted):
-    options, config = planted('.to(one.device)')
+    options, path = planted('.to(one.device)')
     file = options['folder'] / 'planted_model.py'
     text = file.read_text().replace(
         'self.add = Sum()', "self.add = Sum()\n        self.register_buffer('mean', torch.ones(3))"
     )
     file.write_text(text.replace('one = self', 'self.mean = self.mean.cpu()\n        one = self'))
-    status, out, err = checked(config, **options)
+    status, out, err = checked(path, **options)
     assert status == 1, out + err
     assert 'not on zeta:0: mean on cpu' in out
 
@@ -283,13 +258,8 @@ class OnMeta(BaseModel):
 )
 def test_a_tensor_without_values(tmp_path, line, told):
     (tmp_path / 'on_meta.py').write_text(ON_META.format(line=line))
-    config = tmp_path / 'config.py'
-    config.write_text(
-        f'_base_ = [{str(ROOT / CONFIG)!r}]\n'
-        "custom_imports = dict(imports=['on_meta', 'mmdevplug.examples.digits'])\n"
-        "model = dict(_delete_=True, type='OnMeta')\n"
-    )
-    status, out, _ = checked(config, folder=tmp_path)
+    path = config(tmp_path, "model = dict(_delete_=True, type='OnMeta')", ['on_meta'])
+    status, out, _ = checked(path, folder=tmp_path)
     assert status == 1
     assert told in out
     if 'Cannot copy' not in told:

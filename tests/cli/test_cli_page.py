@@ -2,11 +2,12 @@
 
 import importlib
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run
 
 DOCS = Path(__file__).parents[2] / 'docs'
 
@@ -47,11 +48,6 @@ def test_no_chinese_meaning_is_left_over(page):
 
 
 def test_the_package_can_be_run_as_a_module():
-    done = subprocess.run(
-        [sys.executable, '-m', 'mmdevplug', '--help'],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
+    done = run(sys.executable, '-m', 'mmdevplug', '--help')
     assert done.returncode == 0
     assert 'launch-config' in done.stdout

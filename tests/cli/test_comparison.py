@@ -1,15 +1,11 @@
 """A training step of a card beside the CPU's: the first module that differs is named."""
 
-import os
-import subprocess
-
 import pytest
 
-from tests.cli.checking import STANDIN, checked
-from tests.cli.starting import MAIN
-from tests.jobs import PATHS, ROOT, need_card
-
-DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
+from tests.cli.checking import checked
+from tests.cli.running import STANDIN, config
+from tests.commands import CLI, environment, run
+from tests.jobs import need_card
 
 #: Parts that compute otherwise on a card, as operators of vendors do.
 MODEL = """
@@ -106,26 +102,23 @@ def job(tmp_path):
         if accelerator == 'zeta':
             need_card()
             card = ['fakecard_from_env']
-        modules = [*card, 'mmdevplug.examples.digits', 'planted_parts']
-        config = tmp_path / 'config.py'
-        config.write_text(
-            f'_base_ = [{DIGITS!r}]\n'
-            f'custom_imports = dict(imports={modules!r})\n'
+        lines = (
             f"model = dict(_delete_=True, type='Planted', fault={fault!r})\n"
             f'accelerator = dict(type={accelerator!r})\n'
             'val_cfg = val_dataloader = val_evaluator = None\n'
             'test_cfg = test_dataloader = test_evaluator = None\n'
-            'train_cfg = dict(max_epochs=1)\n'
+            'train_cfg = dict(max_epochs=1)'
         )
-        return dict(folder=tmp_path, FAKECARD_NAME='zeta'), config
+        path = config(tmp_path, lines, [*card, 'planted_parts'])
+        return dict(folder=tmp_path, FAKECARD_NAME='zeta'), path
 
     return write
 
 
 @pytest.mark.parametrize('fault', FAULTS)
 def test_what_differs_is_named(job, fault):
-    where, config = job(fault)
-    status, out, err = checked(config, **where)
+    where, path = job(fault)
+    status, out, err = checked(path, **where)
     assert FAULTS[fault] in out, out + err
     assert status == 1
     assert ' on zeta:0 and ' in out
@@ -133,8 +126,8 @@ def test_what_differs_is_named(job, fault):
 
 @pytest.mark.xla
 def test_an_operator_of_torch_xla_is_named(job):
-    where, config = job('chunks', 'xla')
-    status, out, err = checked(config, folder=where['folder'])
+    where, path = job('chunks', 'xla')
+    status, out, err = checked(path, folder=where['folder'])
     assert 'the output of the model (Planted) is ' in out, out + err
     assert '; the first operator that differs from the same operands: aten._chunk_cat, ' in out, (
         out
@@ -143,27 +136,25 @@ def test_an_operator_of_torch_xla_is_named(job):
 
 
 def test_what_is_equal_is_said(job):
-    where, config = job()
-    status, out, err = checked(config, **where)
+    where, path = job()
+    status, out, err = checked(path, **where)
     assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
     assert status == 0
 
 
 def test_the_comparison_can_be_left_out(job):
-    where, config = job('output')
-    status, out, err = checked(config, '--no-comparison', **where)
+    where, path = job('output')
+    status, out, err = checked(path, '--no-comparison', **where)
     assert status == 0, out + err
     assert 'as on the CPU' not in out
 
 
 def test_a_training_does_not_begin_where_numbers_differ(job):
-    where, config = job('output')
+    where, path = job('output')
     work_dir = where['folder'] / 'work'
-    words = ['train', config, '--compare-with-cpu', '--nproc', '2', '--work-dir', work_dir]
-    env = dict(os.environ, PYTHONPATH=f'{where["folder"]}:{STANDIN}:{PATHS}', FAKECARD_NAME='zeta')
-    done = subprocess.run(
-        [*MAIN, *map(str, words)], env=env, capture_output=True, text=True, timeout=200
-    )
+    words = ['train', path, '--compare-with-cpu', '--nproc', '2', '--work-dir', work_dir]
+    env = environment(where['folder'], STANDIN, FAKECARD_NAME='zeta')
+    done = run(*CLI, *words, env=env)
     assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith('mmdevplug: ModelError: the output of part (Part) is 3.'), done.stderr

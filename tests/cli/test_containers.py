@@ -1,17 +1,13 @@
 """What is different in a container: process 1, the user, read-only files, little shared memory."""
 
-import os
 import signal
 import subprocess
 
 import psutil
 import pytest
 
-from tests.jobs import PATHS, ROOT
-
-from .starting import (
-    DIGITS,
-    MAIN,
+from tests.cli.running import DIGITS
+from tests.cli.starting import (
     USER,
     Container,
     check_saved,
@@ -20,10 +16,10 @@ from .starting import (
     need_namespaces,
     write_config,
 )
+from tests.commands import CLI, environment, run
 
 #: Seconds between SIGTERM and SIGKILL: Kubernetes' default.
 GRACE = 30
-ENVIRON = dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1')
 
 
 def stop(job):
@@ -46,7 +42,7 @@ def test_saves_in_time(tmp_path, ranks):
     """
     need_namespaces()
     work_dir = tmp_path / 'work'
-    command = [*MAIN, 'train', write_config(tmp_path, workers=2), '--work-dir', work_dir]
+    command = [*CLI, 'train', write_config(tmp_path, workers=2), '--work-dir', work_dir]
     command += ['--nproc', '2'] * (ranks > 1)
     job = Container(tmp_path, in_box(tmp_path, command))
     try:
@@ -60,14 +56,12 @@ def test_saves_in_time(tmp_path, ranks):
 
 
 def run_in_box(folder, *command):
-    environ = dict(ENVIRON, PYTHONPATH=f'{PATHS}:{folder}')
-    command = in_container(in_box(folder, command))
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    return run(*in_container(in_box(folder, command)), env=environment(folder))
 
 
 def test_doctor_in_a_container_without_rights(tmp_path):
     need_namespaces()
-    done = run_in_box(tmp_path, *MAIN, 'doctor', '--accelerator', 'cpu')
+    done = run_in_box(tmp_path, *CLI, 'doctor', '--accelerator', 'cpu')
     assert 'Traceback' not in done.stderr
     assert 'cpu computes as the CPU does' in done.stdout
 
@@ -75,11 +69,8 @@ def test_doctor_in_a_container_without_rights(tmp_path):
 def test_no_place_for_semaphores(tmp_path):
     need_namespaces()
     only = 'mount -t tmpfs -o ro,size=1m tmpfs /dev/shm; exec "$0" "$@"'
-    words = [*MAIN, 'train', DIGITS, '--nproc', '2', '--work-dir', tmp_path / 'work']
-    done = subprocess.run(
-        ['unshare', '--mount', 'bash', '-c', only, *map(str, words)],
-        cwd=ROOT, env=dict(os.environ, PYTHONPATH=PATHS), capture_output=True, text=True,
-    )  # fmt: skip
+    words = [*CLI, 'train', DIGITS, '--nproc', '2', '--work-dir', tmp_path / 'work']
+    done = run('unshare', '--mount', 'bash', '-c', only, *words)
     assert done.returncode == 1
     assert 'mmdevplug: LaunchError: /dev/shm: Read-only file system.' in done.stderr
     assert 'Traceback' not in done.stderr
@@ -87,7 +78,7 @@ def test_no_place_for_semaphores(tmp_path):
 
 def test_no_folder_for_temporary_files(tmp_path):
     need_namespaces()
-    done = run_in_box(tmp_path, 'env', 'TMPDIR=/no/such', *MAIN, 'doctor')
+    done = run_in_box(tmp_path, 'env', 'TMPDIR=/no/such', *CLI, 'doctor')
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("mmdevplug: TMPDIR='/no/such': No usable temporary directory")

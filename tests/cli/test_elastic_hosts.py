@@ -1,10 +1,8 @@
 """Hosts join and leave a job: network namespaces in the place of hosts, real everything else."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from types import SimpleNamespace
@@ -16,11 +14,12 @@ from mmengine.config import Config
 from benchmarks.hosts import INTERFACE, Hosts, available
 from mmdevplug.checkpoint.reading import read_checkpoint
 from tests.cli.elastic_job import SAMPLES, STEP, whole_config
-from tests.jobs import PATHS, ROOT
+from tests.commands import CLI, environment
+from tests.jobs import ROOT
 
 pytestmark = pytest.mark.long
 
-MAIN = [sys.executable, '-m', 'mmdevplug.cli.main']
+
 EPOCHS = 9  # of 8 iterations on two ranks, or 16 on one
 
 
@@ -49,11 +48,10 @@ class Job:
         Config(cfg).dump(str(self.config))
 
     def start(self, host, *words):
-        env = {name: value for name, value in os.environ.items() if not name.startswith('SLURM')}
-        env.update(PYTHONPATH=PATHS, OMP_NUM_THREADS='1', GLOO_SOCKET_IFNAME=INTERFACE)
+        env = environment(GLOO_SOCKET_IFNAME=INTERFACE)
         with open(str(self.folder / f'host{host}'), 'a') as printed:
             self.running[host] = subprocess.Popen(
-                self.hosts.command(host, [*MAIN, *words]), cwd=str(ROOT), env=env,
+                self.hosts.command(host, [*CLI, *words]), cwd=str(ROOT), env=env,
                 stdout=printed, stderr=printed, start_new_session=True,
             )  # fmt: skip
 

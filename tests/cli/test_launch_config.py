@@ -1,7 +1,6 @@
 """How a job is started: what ``launch-config`` writes, what is refused, what PyTorch gets."""
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -11,22 +10,17 @@ from mmdevplug.cli import launch, launch_config, say, train
 from mmdevplug.environments import starting
 from mmdevplug.errors import DevPlugError, LaunchError
 from mmdevplug.utils.host import Memory
+from tests.cli.running import AUTO, CONFIG, SHORT, STANDIN, config
 from tests.cli.starting import NoRanks
-from tests.commands import python
-from tests.jobs import PATHS, ROOT
+from tests.commands import environment, python, run
 from tests.needs_card import needs_card
 from tests.ranks import free_port
-
-CONFIG = 'configs/digits/digits_cpu.py'
-SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
-STANDIN = str(ROOT / 'standins' / 'fakecard')
 
 
 def mmdevplug(*arguments, **environ):
     """Run the command in a process of its own."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith('SLURM')}
-    env.update(PYTHONPATH=os.pathsep.join([PATHS, STANDIN]), OMP_NUM_THREADS='1', **environ)
-    return python('-m', 'mmdevplug.cli.main', *arguments, env=env)
+    command = ('-m', 'mmdevplug.cli.main', *arguments)
+    return python(*command, env=environment(STANDIN, **environ))
 
 
 def refusal(done):
@@ -39,13 +33,7 @@ def refusal(done):
 @pytest.fixture
 def card_config(tmp_path):
     """A config for a stand-in card with four devices."""
-    path = tmp_path / 'zeta.py'
-    path.write_text(
-        f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}, '
-        "__import__('mmdevplug').base_config('auto')]\n"
-        "custom_imports = dict(imports=['fakecard_from_env', 'mmdevplug.examples.digits'])\n"
-    )
-    return str(path)
+    return str(config(tmp_path, '', ['fakecard_from_env'], base=AUTO))
 
 
 # writing -------------------------------------------------------------------------------------
@@ -79,10 +67,7 @@ def test_accelerate_and_torchrun_start_ranks_as_they_are_told(tmp_path):
         program, *words = line.split()
         started.append(program)
         assert words[-5:] == ['mmdevplug', 'train', 'CONFIG', '--accelerator', 'cpu']
-        ran = subprocess.run(
-            [sys.executable, '-m', modules[program], *words[:-6], str(script)],
-            capture_output=True, text=True, timeout=200,
-        )  # fmt: skip
+        ran = run(sys.executable, '-m', modules[program], *words[:-6], script)
         assert sorted(ran.stdout.split('\n')) == ['', 'rank 0 of 2', 'rank 1 of 2'], ran.stderr
     assert started == ['accelerate', 'torchrun']
 
@@ -91,13 +76,11 @@ def test_accelerate_and_torchrun_start_ranks_as_they_are_told(tmp_path):
 def test_accelerate_starts_a_job(tmp_path):
     pytest.importorskip('accelerate')
     written(tmp_path, '--nproc', '2', '--accelerator', 'cpu', '--master-port', str(free_port()))
-    env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
-    done = subprocess.run(
-        [sys.executable, '-m', 'accelerate.commands.accelerate_cli', 'launch', '--config_file',
-         str(tmp_path / 'accelerate.yaml'), '-m', 'mmdevplug', 'train', CONFIG, '--work-dir',
-         str(tmp_path / 'work'), *SHORT],
-        cwd=str(ROOT), env=env, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    done = run(
+        *(sys.executable, '-m', 'accelerate.commands.accelerate_cli', 'launch', '--config_file'),
+        *(tmp_path / 'accelerate.yaml', '-m', 'mmdevplug', 'train', CONFIG),
+        *('--work-dir', tmp_path / 'work', *SHORT),
+    )
     assert done.returncode == 0, done.stderr
     assert "launcher 'pytorch', found by RANK=0 WORLD_SIZE=2" in done.stderr
     assert (tmp_path / 'work' / 'last_checkpoint').exists()
@@ -137,7 +120,7 @@ def test_all_devices_of_the_host_are_counted(tmp_path):
         'import fakecard_from_env, sys; from mmdevplug.cli.launch_config import main; '
         f'main(["--out", {str(path)!r}, "--accelerator", "zeta", "--nproc", "auto"])'
     )
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([PATHS, STANDIN]), FAKECARD_NAME='zeta')
+    env = environment(STANDIN, FAKECARD_NAME='zeta')
     assert python('-c', code, env=env).returncode == 0
     found = yaml.safe_load(path.read_text())
     assert (found['num_processes'], found['use_cpu']) == (4, False)
@@ -274,9 +257,8 @@ def test_the_script_takes_the_hosts_from_its_variables(tmp_path):
     script.chmod(0o755)
 
     def words(*arguments, **environ):
-        env = dict(os.environ, PYTHON=str(script), **environ)
-        command = ['bash', 'tools/dist_train.sh', 'config.py', *arguments]
-        done = subprocess.run(command, cwd=str(ROOT), env=env, capture_output=True, text=True)
+        env = environment(PYTHON=str(script), **environ)
+        done = run('bash', 'tools/dist_train.sh', 'config.py', *arguments, env=env)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

@@ -2,8 +2,6 @@
 
 import io
 import re
-import subprocess
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -22,7 +20,7 @@ from mmdevplug.model.move import check_materialized
 from mmdevplug.model_parallel.parse_devices import parse_devices
 from mmdevplug.utils.broken_imports import distribution
 from tests.cli.running import DIGITS, config, mmdevplug as in_a_process, only_message
-from tests.jobs import ROOT
+from tests.commands import CLI, run
 from tests.ranks import run_ranks
 
 
@@ -203,16 +201,8 @@ def test_an_option_that_cannot_be_read(option):
 def test_options_that_can_be_read():
     parser = train.build_parser()
     name = 'default_hooks.checkpoint.filename_tmpl=epoch_{}.pth'
-    words = [
-        '--cfg-options',
-        name,
-        'a=1',
-        'b=[x,2.5]',
-        'c=[(1,2),[a,b]]',
-        '--cfg-options',
-        'd.e=False',
-    ]
-    found = parser.parse_args([DIGITS, *words]).cfg_options
+    words = ['a=1', 'b=[x,2.5]', 'c=[(1,2),[a,b]]', '--cfg-options', 'd.e=False']
+    found = parser.parse_args([DIGITS, '--cfg-options', name, *words]).cfg_options
     assert found.pop('default_hooks.checkpoint.filename_tmpl') == 'epoch_{}.pth'
     assert found == {'a': 1, 'b': ['x', 2.5], 'c': [(1, 2), ['a', 'b']], 'd.e': False}
 
@@ -267,12 +257,7 @@ def test_what_the_wrapper_refuses():
 
 
 def test_the_version():
-    done = subprocess.run(
-        [sys.executable, '-m', 'mmdevplug.cli.main', '--version'],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = run(*CLI, '--version')
     assert done.returncode == 0
     package = distribution('mmengine')
     listed = f'mmdevplug {mmdevplug.__version__} ({package} {metadata.version(package)}, '

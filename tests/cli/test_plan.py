@@ -9,10 +9,9 @@ from transformers import LlamaConfig, T5Config
 from mmdevplug.cli.common import run
 from mmdevplug.cli.plan import main
 from mmdevplug.model_parallel import DevicePlan
-from tests.jobs import ROOT
+from tests.cli.running import DIGITS
 from tests.model_parallel.models import LLAMA, T5, make
 
-CONFIG = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
 SWIN = 'swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512.py'
 
 
@@ -72,14 +71,14 @@ def test_all_options(llama, tmp_path):
 
 
 def test_a_config_and_its_optimizer(tmp_path):
-    made = planned(tmp_path, CONFIG, '--devices', 'gcu:0-1', '--training')
+    made = planned(tmp_path, DIGITS, '--devices', 'gcu:0-1', '--training')
     from mmengine.config import Config
 
-    assert Config.fromfile(CONFIG).optim_wrapper.optimizer.type == 'SGD'
+    assert Config.fromfile(DIGITS).optim_wrapper.optimizer.type == 'SGD'
     assert made.parts['optimizer'] == made.parts['gradients']  # momentum
-    other = planned(tmp_path, CONFIG, '--devices', 'gcu:0-1', '--training', '--optimizer', 'adamw')
+    other = planned(tmp_path, DIGITS, '--devices', 'gcu:0-1', '--training', '--optimizer', 'adamw')
     assert other.parts['optimizer'] == 2 * other.parts['gradients']
-    assert planned(tmp_path, CONFIG, '--devices', 'gcu:0-1').parts['optimizer'] == 0
+    assert planned(tmp_path, DIGITS, '--devices', 'gcu:0-1').parts['optimizer'] == 0
 
 
 @pytest.mark.operators

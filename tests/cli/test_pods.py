@@ -7,9 +7,9 @@ import pytest
 from mmdevplug.accelerators import counting
 from mmdevplug.cli import launch, train
 from mmdevplug.errors import LaunchError
+from tests.cli.running import CONFIG
 from tests.cli.starting import NoRanks
 
-CONFIG = 'configs/digits/digits_cpu.py'
 POD = dict(RANK='1', WORLD_SIZE='2', MASTER_ADDR='job-master-0', MASTER_PORT='23456')
 
 

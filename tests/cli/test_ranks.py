@@ -1,15 +1,12 @@
 """Ranks are forked from one process; the first line after a failure names rank, what and where."""
 
 import json
-import os
 import re
-import subprocess
 
 import pytest
 
-from tests.jobs import PATHS, ROOT
-
-from .starting import DIGITS, MAIN
+from tests.cli.running import config
+from tests.commands import CLI, environment, run
 
 # In place of a vendor's package, which MMEngine imports where it is installed.
 VENDOR = 'raise ImportError'
@@ -33,19 +30,12 @@ if os.environ['RANK'] == '1':
 """
 
 
-def run(folder, module, code, *words, **environ):
+def train(folder, module, code, *words, **environ):
+    """Train in two ranks, each of which runs this code as a module."""
     (folder / f'{module}.py').write_text(code)
-    config = folder / 'config.py'
-    config.write_text(
-        f'_base_ = [{DIGITS!r}]\n'
-        "custom_imports = dict(imports=['mmdevplug', 'mmdevplug.examples.digits', "
-        f"'{module}'])\ntrain_cfg = dict(max_epochs=1, val_interval=9)\n"
-    )
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(folder), PATHS]), **environ)
-    command = [*MAIN, 'train', config, '--nproc', '2', '--work-dir', folder / 'work', *words]
-    return subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
-    )
+    path = config(folder, 'train_cfg = dict(max_epochs=1, val_interval=9)', [module])
+    command = [*CLI, 'train', path, '--nproc', '2', '--work-dir', folder / 'work', *words]
+    return run(*command, env=environment(folder, **environ))
 
 
 def test_forked_ranks_find_what_started_ones_do(tmp_path):
@@ -55,7 +45,7 @@ def test_forked_ranks_find_what_started_ones_do(tmp_path):
         folder.mkdir()
         if kind == 'started':
             (folder / 'torch_npu.py').write_text(VENDOR)
-        done = run(folder, 'facts', FACTS, FACTS=str(folder))
+        done = train(folder, 'facts', FACTS, FACTS=str(folder))
         assert done.returncode == 0, done.stderr
         found[kind] = [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
         line = 'mmdevplug: ranks are not forked from one process, because PyTorch or MMEngine'
@@ -79,7 +69,7 @@ def test_forked_ranks_find_what_started_ones_do(tmp_path):
     ],
 )
 def test_a_failure_is_told_in_one_line(tmp_path, what, told):
-    done = run(tmp_path, 'fails', FAILS.format(what=what))
+    done = train(tmp_path, 'fails', FAILS.format(what=what))
     assert done.returncode == 1
     assert re.match(f'mmdevplug: {told}', done.stderr.splitlines()[-1]), done.stderr
     assert 'Traceback' not in done.stderr
@@ -88,14 +78,14 @@ def test_a_failure_is_told_in_one_line(tmp_path, what, told):
 
 
 def test_one_rank_alone_prints_no_warnings(tmp_path):
-    done = run(tmp_path, 'quiet', '', '--nproc', '1')
+    done = train(tmp_path, 'quiet', '', '--nproc', '1')
     assert done.returncode == 0, done.stderr
     assert 'OMP' not in done.stderr + done.stdout
     assert 'Warning' not in done.stderr
 
 
 def test_a_missing_device_is_refused(tmp_path):
-    done = run(tmp_path, 'quiet', '', '--accelerator', 'cuda')
+    done = train(tmp_path, 'quiet', '', '--accelerator', 'cuda')
     assert done.returncode == 1
     assert 'cuda' in done.stderr.splitlines()[-1], done.stderr
     assert 'Traceback' not in done.stderr

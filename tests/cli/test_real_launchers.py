@@ -14,24 +14,18 @@ import time
 import pytest
 
 from tests import slurm_cluster
-from tests.jobs import PATHS, ROOT, ranks_of
+from tests.cli.running import CONFIG, SHORT
+from tests.commands import CLI, environment, run
+from tests.jobs import ROOT, ranks_of
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.long
 
-CONFIG = 'configs/digits/digits_cpu.py'
-SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2', '--verbose']
-TRAIN = [sys.executable, '-m', 'mmdevplug.cli.main', 'train', CONFIG]
+
+VERBOSE = [*SHORT, '--verbose']
+TRAIN = [*CLI, 'train', CONFIG]
 #: Stands in for ssh to another host: it runs the command here.
 SSH = '#!/bin/sh\nshift\nexec sh -c "$*"\n'
-
-
-def run(command, timeout=300, cwd=ROOT, **environ):
-    before = {name: value for name, value in os.environ.items() if not name.startswith('SLURM')}
-    env = dict(before, PYTHONPATH=PATHS, OMP_NUM_THREADS='1', **environ)
-    return subprocess.run(
-        command, cwd=str(cwd), env=env, capture_output=True, text=True, timeout=timeout
-    )
 
 
 def check_trained(done, work_dir, launcher, found):
@@ -80,7 +74,8 @@ def mpirun(kind):
 def test_mpirun_on_one_host(tmp_path, kind, found):
     words, environ = mpirun(kind)
     work_dir = tmp_path / 'work'
-    done = run([*words, '-n', '2', *TRAIN, '--work-dir', str(work_dir), *SHORT], **environ)
+    command = [*words, '-n', '2', *TRAIN, '--work-dir', work_dir, *VERBOSE]
+    done = run(*command, env=environment(**environ))
     check_trained(done, work_dir, 'mpi', found)
 
 
@@ -95,19 +90,11 @@ def test_mpirun_over_a_host_file_without_an_address(tmp_path, kind):
     agent = 'plm_ssh_agent' if kind == 'openmpi5' else 'plm_rsh_agent'
     option = '--prtemca' if kind == 'openmpi5' else '--mca'
     work_dir = tmp_path / 'work'
-    command = [
-        words[0],
-        option,
-        agent,
-        str(tmp_path / 'to_host'),
-        '--hostfile',
-        str(tmp_path / 'hosts'),
-        *('-x', 'MASTER_PORT'),  # the default one may be another job's
-    ]
     done = run(
-        [*command, '-n', '2', '--map-by', 'node', *TRAIN, '--work-dir', str(work_dir), *SHORT],
-        MASTER_PORT=str(free_port()),
-        **environ,
+        *(words[0], option, agent, tmp_path / 'to_host', '--hostfile', tmp_path / 'hosts'),
+        *('-x', 'MASTER_PORT'),  # the default one may be another job's
+        *('-n', '2', '--map-by', 'node', *TRAIN, '--work-dir', work_dir, *VERBOSE),
+        env=environment(MASTER_PORT=str(free_port()), **environ),
     )
     check_trained(done, work_dir, 'mpi', 'OMPI_COMM_WORLD_LOCAL_SIZE=1')
 
@@ -115,10 +102,10 @@ def test_mpirun_over_a_host_file_without_an_address(tmp_path, kind):
 def test_torchrun_needs_no_flag(tmp_path):
     work_dir = tmp_path / 'work'
     done = run(
-        [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
-         f'--master_port={free_port()}', '-m', 'mmdevplug.cli.main', 'train', CONFIG,
-         '--work-dir', str(work_dir), *SHORT],
-    )  # fmt: skip
+        *(sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2'),
+        *(f'--master_port={free_port()}', '-m', 'mmdevplug.cli.main', 'train', CONFIG),
+        *('--work-dir', work_dir, *VERBOSE),
+    )
     check_trained(done, work_dir, 'pytorch', 'RANK=0 WORLD_SIZE=2 LOCAL_RANK=0')
 
 
@@ -134,8 +121,8 @@ def pods(tmp_path, *flags, **environ):
             name: value.replace('INDEX', str(rank)).replace('PORT', port)
             for name, value in environ.items()
         }
-        env = dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1', **own)
-        command = [*TRAIN, '--work-dir', str(tmp_path / f'work{rank}'), *flags, *SHORT]
+        env = environment(**own)
+        command = [*TRAIN, '--work-dir', str(tmp_path / f'work{rank}'), *flags, *VERBOSE]
         both.append(
             subprocess.Popen(
                 command, cwd=str(ROOT), env=env, text=True,
@@ -182,10 +169,9 @@ def test_pods_train_together(tmp_path, environ, size):
 @pytest.mark.parametrize('rank', ['0', '1'])
 def test_a_pod_whose_others_never_come_says_so(tmp_path, rank):
     port = free_port()
-    done = run(
-        [*TRAIN, '--timeout', '2', '--work-dir', str(tmp_path)],
-        RANK=rank, WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port),
-    )  # fmt: skip
+    variables = dict(RANK=rank, WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+    command = [*TRAIN, '--timeout', '2', '--work-dir', tmp_path]
+    done = run(*command, env=environment(**variables))
     assert done.returncode == 1
     assert 'Traceback' not in done.stderr, done.stderr
     assert f'this host cannot meet the others at 127.0.0.1:{port}: ' in done.stderr
@@ -217,18 +203,16 @@ def test_srun(tmp_path, slurm, options, found):
     work_dir = tmp_path / 'work'
     # The names of the two hosts are known to Slurm alone.
     address = dict(MASTER_ADDR='127.0.0.1') if options[1] == '2' else {}
-    command = ['srun', *options, *TRAIN, '--work-dir', str(work_dir), *SHORT]
-    done = run(command, **slurm, **address)
+    command = ['srun', *options, *TRAIN, '--work-dir', str(work_dir), *VERBOSE]
+    done = run(*command, env=environment(**slurm, **address))
     check_trained(done, work_dir, 'slurm', found)
 
 
 def test_a_task_for_each_host_starts_the_processes_of_its_host(tmp_path, slurm):
     work_dir = tmp_path / 'work'
-    done = run(
-        ['srun', '-N', '2', '--ntasks-per-node=1', *TRAIN, '--nproc', '1', '--work-dir',
-         str(work_dir), *SHORT],
-        MASTER_ADDR='127.0.0.1', **slurm,
-    )  # fmt: skip
+    command = ['srun', '-N', '2', '--ntasks-per-node=1', *TRAIN, '--nproc', '1']
+    env = environment(MASTER_ADDR='127.0.0.1', **slurm)
+    done = run(*command, '--work-dir', work_dir, *VERBOSE, env=env)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     assert "launcher 'slurm', found by SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2" in told
@@ -249,7 +233,7 @@ def test_sbatch(tmp_path, slurm):
         'touch done\n'
     )
     options = ['-N', '2', '-n', '4', '--export=ALL', '-o', str(tmp_path / 'log'), '-D']
-    run(['sbatch', *options, str(tmp_path), str(script)], cwd=tmp_path, **slurm)
+    run('sbatch', *options, tmp_path, script, cwd=tmp_path, env=environment(**slurm))
     deadline = time.monotonic() + 240
     while not (tmp_path / 'done').exists():
         assert time.monotonic() < deadline, (tmp_path / 'log').read_text()

@@ -2,40 +2,31 @@
 
 import ipaddress
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.hosts import INTERFACE, Hosts, available
-from tests.jobs import PATHS, ROOT
+from tests.cli.running import config
+from tests.commands import CLI, environment, run
+from tests.jobs import ROOT
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.long
 
-TRAIN = [sys.executable, '-m', 'mmdevplug.cli.main', 'train']
-
-
-def environment(**changes):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith('SLURM')}
-    return dict(kept, PYTHONPATH=PATHS, PYTHON=sys.executable, OMP_NUM_THREADS='1', **changes)
+TRAIN = [*CLI, 'train']
 
 
 def write_config(folder, hooks):
     """Three epochs of few iterations, a checkpoint after each, and hooks that make trouble."""
-    path = folder / 'job.py'
-    path.write_text(
-        f'_base_ = [{str(ROOT / "configs/digits/digits_cpu.py")!r}]\n'
-        "custom_imports = dict(imports=['mmdevplug', 'mmdevplug.examples.digits', "
-        "'tests.launch_hooks'])\n"
+    lines = (
         f'custom_hooks = {hooks!r}\n'
         'train_cfg = dict(max_epochs=3, val_interval=9)\n'
         'train_dataloader = dict(batch_size=100)\n'
         'default_hooks = dict(checkpoint=dict(interval=1), logger=dict(interval=1))\n'
     )
-    return str(path)
+    return str(config(folder, lines, ['tests.launch_hooks']))
 
 
 def epochs_of(work_dir):
@@ -60,11 +51,8 @@ def restarted(tmp_path_factory):
         # Four iterations in an epoch of three ranks.
         dict(type='KillOnce', rank=1, iteration=6),
     ]
-    done = subprocess.run(
-        [*TRAIN, write_config(folder, hooks), '--nproc', '3', '--max-restarts', '1',
-         '--work-dir', str(folder / 'work')],
-        cwd=str(ROOT), env=environment(), capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    command = [*TRAIN, write_config(folder, hooks), '--nproc', '3', '--max-restarts', '1']
+    done = run(*command, '--work-dir', folder / 'work')
     return folder, done
 
 
@@ -90,13 +78,9 @@ def test_a_job_on_one_host_listens_on_loopback_alone(restarted):
 
 def test_a_job_whose_restarts_are_used_up_names_the_rank_in_one_line(tmp_path):
     hooks = [dict(type='KillOnce', rank=0, iteration=1)]
-    done = subprocess.run(
-        ['bash', 'tools/dist_train.sh', write_config(tmp_path, hooks), '1', '--work-dir',
-         str(tmp_path / 'work')],
-        cwd=str(ROOT),
-        env=environment(PORT=str(free_port()), NODE_RANK='3', MASTER_ADDR='10.9.9.9'),
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    env = environment(PORT=str(free_port()), NODE_RANK='3', MASTER_ADDR='10.9.9.9')
+    command = ['bash', 'tools/dist_train.sh', write_config(tmp_path, hooks), '1']
+    done = run(*command, '--work-dir', tmp_path / 'work', env=env)
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith('mmdevplug: rank 0')]
     assert 'was ended by SIGKILL' in line
@@ -114,7 +98,7 @@ def hosts():
 
 def test_a_killed_rank_on_one_of_two_hosts_is_restarted(tmp_path, hosts):
     """The first host starts with the script, the second with the command."""
-    config = write_config(tmp_path, [dict(type='KillOnce', rank=2, iteration=5)])
+    path = write_config(tmp_path, [dict(type='KillOnce', rank=2, iteration=5)])
     common = ['--work-dir', str(tmp_path / 'work')]
     flags = [
         *('--nproc', '2', '--nnodes', '2', '--node-rank', '1'),
@@ -125,8 +109,8 @@ def test_a_killed_rank_on_one_of_two_hosts_is_restarted(tmp_path, hosts):
         GLOO_SOCKET_IFNAME=INTERFACE,
     )  # fmt: skip
     commands = [
-        (['bash', 'tools/dist_train.sh', config, '2', *common], script),
-        ([*TRAIN, config, *flags, *common], environment(GLOO_SOCKET_IFNAME=INTERFACE)),
+        (['bash', 'tools/dist_train.sh', path, '2', *common], script),
+        ([*TRAIN, path, *flags, *common], environment(GLOO_SOCKET_IFNAME=INTERFACE)),
     ]
     jobs = [
         subprocess.Popen(

@@ -3,21 +3,20 @@
 import os
 import signal
 import socket
-import subprocess
 import time
 
 import psutil
 import pytest
 
-from tests.jobs import PATHS, ROOT
+from tests.cli.running import DIGITS
+from tests.cli.starting import Started, check_saved, write_config
+from tests.commands import CLI, run
 from tests.ranks import free_port
-
-from .starting import DIGITS, MAIN, Started, check_saved, write_config
 
 
 def train(folder, *words, workers=0, **hook):
     config = write_config(folder, workers=workers, **hook)
-    return [*MAIN, 'train', config, '--nproc', '2', '--work-dir', folder / 'work', *words]
+    return [*CLI, 'train', config, '--nproc', '2', '--work-dir', folder / 'work', *words]
 
 
 def server_of(job):
@@ -152,9 +151,7 @@ def test_nohup_keeps_a_job_alive(tmp_path):
 def test_a_test_ends_with_its_processes(tmp_path):
     """`dist_test.sh`, whose ranks have nothing to save."""
     short = ['--work-dir', tmp_path / 'work', '--cfg-options', 'train_cfg.max_epochs=1']
-    done = subprocess.run(
-        [*MAIN, 'train', DIGITS, *short], cwd=ROOT, env=dict(os.environ, PYTHONPATH=PATHS)
-    )
+    done = run(*CLI, 'train', DIGITS, *short)
     assert done.returncode == 0
     config = write_config(tmp_path, when='test')
     command = ['bash', 'tools/dist_test.sh', config, tmp_path / 'work' / 'epoch_1.pth', '2']
@@ -167,7 +164,7 @@ def test_a_test_ends_with_its_processes(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize('moment', [0.2, 0.6])
 def test_a_signal_while_processes_are_started(tmp_path, moment):
-    command = [*MAIN, 'train', write_config(tmp_path), '--nproc', '40', '--oversubscribe']
+    command = [*CLI, 'train', write_config(tmp_path), '--nproc', '40', '--oversubscribe']
     job = Started(tmp_path, [*command, '--work-dir', tmp_path / 'work'])
     job.wait_until(lambda: len(job.look()) > 2)  # a rank at least
     time.sleep(moment)

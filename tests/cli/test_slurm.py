@@ -8,34 +8,27 @@ import time
 
 import pytest
 
-from tests.jobs import PATHS, ROOT, ranks_of
+from tests.cli.running import CONFIG, SHORT
+from tests.commands import environment, run
+from tests.jobs import ROOT, ranks_of
 
 STANDINS = ROOT / 'standins' / 'slurm'
-SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
 
 
 @pytest.fixture
 def environ(tmp_path):
     path = os.pathsep.join([str(STANDINS), os.environ['PATH']])
-    return dict(
-        os.environ, PATH=path, PYTHON=sys.executable, PYTHONPATH=PATHS, OMP_NUM_THREADS='1',
-        FAKE_SLURM_LOG=str(tmp_path / 'slurm.log'), DEVICES='2', DEVICES_PER_NODE='2',
-    )  # fmt: skip
-
-
-def run(environ, *command):
-    return subprocess.run(
-        list(command), cwd=str(ROOT), env=environ, capture_output=True, text=True, timeout=240
-    )
+    log = str(tmp_path / 'slurm.log')
+    return environment(PATH=path, FAKE_SLURM_LOG=log, DEVICES='2', DEVICES_PER_NODE='2')
 
 
 def test_a_job_trains_in_all_tasks(tmp_path, environ):
     leftovers = dict(TORCHELASTIC_USE_AGENT_STORE='True', LOCAL_WORLD_SIZE='7', RANK='3')
     done = run(
-        dict(environ, SLURM_JOB_ID='4242', GRES='gpu:2', **leftovers), 'bash',
-        'tools/slurm_train.sh', 'part', 'name', 'configs/digits/digits_cpu.py', '--work-dir',
-        str(tmp_path / 'work'), *SHORT,
-    )  # fmt: skip
+        *('bash', 'tools/slurm_train.sh', 'part', 'name', CONFIG),
+        *('--work-dir', tmp_path / 'work', *SHORT),
+        env=dict(environ, SLURM_JOB_ID='4242', GRES='gpu:2', **leftovers),
+    )
     assert done.returncode == 0, done.stderr
     assert ranks_of(tmp_path / 'work') == 2
     called = (tmp_path / 'slurm.log').read_text()
@@ -92,9 +85,8 @@ def test_a_task_of_an_array_goes_back_to_the_queue_alone(tmp_path, environ):
 
 
 def test_a_batch_job_asks_for_the_warning_and_the_queue(tmp_path, environ):
-    done = run(
-        dict(environ, BATCH='1'), 'bash', 'tools/slurm_train.sh', 'part', 'name', 'no_such.py',
-    )  # fmt: skip
+    command = ['bash', 'tools/slurm_train.sh', 'part', 'name', 'no_such.py']
+    done = run(*command, env=dict(environ, BATCH='1'))
     assert done.returncode != 0
     assert "'no_such.py' is no file" in done.stderr  # The tasks were started.
     first, second = (tmp_path / 'slurm.log').read_text().splitlines()
@@ -106,7 +98,7 @@ def test_a_batch_job_asks_for_the_warning_and_the_queue(tmp_path, environ):
 
 def test_wrong_usage_starts_nothing(tmp_path, environ):
     for script in ('slurm_train.sh', 'slurm_test.sh'):
-        done = run(environ, 'bash', f'tools/{script}', 'part', 'name')
+        done = run('bash', f'tools/{script}', 'part', 'name', env=environ)
         assert done.returncode == 2
         assert 'Usage:' in done.stderr
     assert not (tmp_path / 'slurm.log').exists()

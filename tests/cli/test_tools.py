@@ -1,8 +1,6 @@
 """The scripts in tools/ and the command mmdevplug, as a user runs them."""
 
 import os
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
@@ -11,34 +9,15 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.cli import train
 from mmdevplug.config.load import find_unread
-from tests.commands import python
-from tests.jobs import PATHS, ROOT
+from tests.cli.running import CONFIG, PLAIN, STANDIN, config
+from tests.commands import environment, python, run
 from tests.ranks import free_port
 
-CONFIG = 'configs/digits/digits_cpu.py'
-SHORT = ['--cfg-options', 'train_cfg.max_epochs=2', 'train_cfg.val_interval=2']
-STANDIN = str(ROOT / 'standins' / 'fakecard')
+TWO_EPOCHS = ['--cfg-options', 'train_cfg.max_epochs=2', 'train_cfg.val_interval=2']
 
 
-def variables(**environ):
-    paths = os.pathsep.join([PATHS, STANDIN])
-    env = dict(os.environ, PYTHONPATH=paths, PYTHON=sys.executable, OMP_NUM_THREADS='1')
-    return dict(env, **environ)
-
-
-def run(*command, **environ):
-    return subprocess.run(
-        list(command), cwd=ROOT, env=variables(**environ), capture_output=True, text=True,
-        timeout=200,
-    )  # fmt: skip
-
-
-def run_python(*arguments, **environ):
-    return python(*arguments, env=variables(**environ))
-
-
-def mmdevplug(*arguments, **environ):
-    return run_python('-m', 'mmdevplug.cli.main', *arguments, **environ)
+def mmdevplug(*arguments):
+    return python('-m', 'mmdevplug.cli.main', *arguments, env=environment(STANDIN))
 
 
 @pytest.fixture(scope='module')
@@ -46,10 +25,10 @@ def trained(tmp_path_factory):
     """Two ranks through dist_train.sh."""
     folder = tmp_path_factory.mktemp('trained')
     done = run(
-        'bash', 'tools/dist_train.sh', CONFIG, '2', '--work-dir', str(folder), *SHORT,
+        *('bash', 'tools/dist_train.sh', CONFIG, '2', '--work-dir', folder, *TWO_EPOCHS),
         'default_hooks.checkpoint.interval=1',
-        PORT=str(free_port()),
-    )  # fmt: skip
+        env=environment(STANDIN, PORT=str(free_port())),
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -61,7 +40,8 @@ def test_dist_train_writes_checkpoints(trained):
 
 def test_train_resumes_from_the_newest_checkpoint(trained):
     options = ['--cfg-options', 'train_cfg.max_epochs=3']
-    done = run_python('tools/train.py', CONFIG, '--work-dir', str(trained), '--resume', *options)
+    command = ['tools/train.py', CONFIG, '--work-dir', trained, '--resume', *options]
+    done = python(*command, env=environment(STANDIN))
     assert done.returncode == 0, done.stderr
     assert 'resumed epoch: 2' in done.stdout + done.stderr
 
@@ -73,10 +53,9 @@ def test_test_and_dist_test_print_the_metric(trained):
         checkpoint = (trained / 'last_checkpoint').read_text()
     work_dir = ['--work-dir', str(trained / 'test')]
     out = str(trained / 'predictions.pkl')
-    one = run_python('tools/test.py', CONFIG, checkpoint, *work_dir, '--out', out)
-    two = run(
-        'bash', 'tools/dist_test.sh', CONFIG, checkpoint, '2', *work_dir, PORT=str(free_port())
-    )
+    env = environment(STANDIN, PORT=str(free_port()))
+    one = python('tools/test.py', CONFIG, checkpoint, *work_dir, '--out', out, env=env)
+    two = run('bash', 'tools/dist_test.sh', CONFIG, checkpoint, '2', *work_dir, env=env)
     three = mmdevplug('test', CONFIG, checkpoint, '--nproc', '2', '--verbose', *work_dir)
     assert 'Distributed training: True' in three.stdout + three.stderr
     for done in (one, two, three):
@@ -95,16 +74,12 @@ def test_dist_train_refuses_a_number_before_starting_processes(devices):
 
 @pytest.mark.long
 def test_train_overlays_a_base_config_on_an_untouched_config(tmp_path):
-    config = tmp_path / 'plain.py'
     # As OpenMMLab's configs are: nccl, and no word of another accelerator.
-    config.write_text(
-        f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}]\n'
-        "env_cfg = dict(dist_cfg=dict(backend='nccl'))\n"
-    )
+    lines = "env_cfg = dict(dist_cfg=dict(backend='nccl'))"
     done = mmdevplug(
-        'train', str(config), '--accelerator', 'cpu', '--nproc', '2',
-        '--work-dir', str(tmp_path), '--auto-scale-lr', *SHORT,
-    )  # fmt: skip
+        *('train', config(tmp_path, lines, base=PLAIN), '--accelerator', 'cpu'),
+        *('--nproc', '2', '--work-dir', tmp_path, '--auto-scale-lr', *TWO_EPOCHS),
+    )
     assert done.returncode == 0, done.stderr
     printed = done.stdout + done.stderr
     assert "backend 'gloo'" in printed
@@ -112,26 +87,24 @@ def test_train_overlays_a_base_config_on_an_untouched_config(tmp_path):
 
 
 def test_an_overlaid_base_config_keeps_options_of_ours(tmp_path, monkeypatch):
-    config, built = tmp_path / 'plain.py', []
-    config.write_text(
-        f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}]\n'
-        "accelerator = dict(type='xla', backend='mine', memory=False, resume_settings='config')\n"
+    built = []
+    lines = (
+        "accelerator = dict(type='xla', backend='mine', memory=False, resume_settings='config')"
     )
+    path = config(tmp_path, lines, base=PLAIN)
     monkeypatch.setattr(RUNNERS, 'build', lambda cfg: built.append(cfg) or Mock())
-    train.main([str(config), '--accelerator', 'cpu', '--work-dir', str(tmp_path)])
+    train.main([str(path), '--accelerator', 'cpu', '--work-dir', str(tmp_path)])
     kept = dict(type='cpu', backend='gloo', memory=False)
     assert built[0].accelerator == dict(kept, resume_settings='config')
-    train.main([str(config), '--accelerator', 'cpu', '--resume-settings', 'checkpoint'])
+    train.main([str(path), '--accelerator', 'cpu', '--resume-settings', 'checkpoint'])
     assert built[1].accelerator == dict(kept, resume_settings='checkpoint')
 
 
 @pytest.mark.long
 def test_a_backend_on_the_command_line_wins_and_is_refused_on_the_cpu(tmp_path):
     options = ['--cfg-options', 'env_cfg.dist_cfg.backend=nccl']
-    done = mmdevplug(
-        'train', CONFIG, '--accelerator', 'cpu', '--nproc', '2', '--work-dir', str(tmp_path),
-        *options,
-    )  # fmt: skip
+    command = ['train', CONFIG, '--accelerator', 'cpu', '--nproc', '2', '--work-dir', tmp_path]
+    done = mmdevplug(*command, *options)
     assert done.returncode != 0
     assert "'nccl' does not work on accelerator 'cpu'" in done.stderr
     assert 'mmdevplug: LaunchError' in done.stderr
@@ -156,9 +129,9 @@ def test_bad_arguments_are_answered(tmp_path, arguments, told):
 
 
 def test_options_that_no_runner_reads_are_named():
-    config = Config(dict(optim_wrapper=dict(optimizer=dict(lr=1)), train_cfg=dict(max_epochs=1)))
+    cfg = Config(dict(optim_wrapper=dict(optimizer=dict(lr=1)), train_cfg=dict(max_epochs=1)))
     read = ['train_cfg.max_epochs', 'find_unused_parameters', 'model.depth', 'data_preprocessor']
-    assert list(find_unread(config, read)) == []
-    found = list(find_unread(config, ['max_epochs', 'optimizer.lr', 'train_cgf.max_epochs']))
+    assert list(find_unread(cfg, read)) == []
+    found = list(find_unread(cfg, ['max_epochs', 'optimizer.lr', 'train_cgf.max_epochs']))
     meant = ['train_cfg.max_epochs', 'optim_wrapper.optimizer.lr', 'train_cfg']
     assert [line.rpartition('did you mean ')[2] for line in found] == [f'{e!r}?' for e in meant]

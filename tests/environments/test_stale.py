@@ -18,11 +18,11 @@ from mmdevplug.environments.launch_variables import (
 )
 from mmdevplug.environments.stale import RANK_VARIABLES, stale_variables, unset_line
 from mmdevplug.errors import LaunchError
-from tests.jobs import PATHS, PLAIN, ROOT, digits_config
+from tests.cli.running import CONFIG, SHORT
+from tests.commands import run
+from tests.jobs import PLAIN, digits_config
 from tests.ranks import run_ranks
 
-CONFIG = 'configs/digits/digits_cpu.py'
-SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
 AGENT = dict(
     TORCHELASTIC_RUN_ID='none',
     TORCHELASTIC_RESTART_COUNT='0',
@@ -221,17 +221,12 @@ def test_a_single_process_trains_and_leaves_the_variables_alone(tmp_path, leftov
     assert found[2] == []
 
 
-def environment(**environ):
-    return dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1', **environ)
-
-
 def test_two_processes_of_torchrun_do_not_train_apart_unnoticed(tmp_path):
     # A process of its own, by whose command line the agent is known.
-    done = subprocess.run(
-        [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--master_port=0',
-         'tools/train.py', CONFIG, '--launcher', 'none', '--work-dir', tmp_path, *SHORT],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    done = run(
+        *(sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--master_port=0'),
+        *('tools/train.py', CONFIG, '--launcher', 'none', '--work-dir', tmp_path, *SHORT),
+    )
     assert done.returncode != 0
     assert 'Pass --launcher pytorch' in done.stderr
     assert not list(tmp_path.glob('**/*.pth'))

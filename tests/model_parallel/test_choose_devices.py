@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import os
-import subprocess
 import sys
 
 import pytest
@@ -17,7 +16,8 @@ from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import LaunchError, PlacementError
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.model_parallel.choose_devices import resolve_strategy
-from tests.jobs import PATHS, ROOT, install_card, need_card
+from tests.commands import environment, run
+from tests.jobs import ROOT, install_card, need_card
 from tests.ranks import RanksFailed, free_port, launch_variables, run_ranks
 
 GIB = 2**30
@@ -246,13 +246,8 @@ def test_a_live_launcher_is_followed(tmp_path, launcher):
         options = ['--multi_gpu', '--num_processes=2', f'--main_process_port={free_port()}']
     script = tmp_path / 'script.py'
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, '-m', launcher, *options, script, tmp_path],
-        env=dict(os.environ, PYTHONPATH=f'{PATHS}{os.pathsep}{CARD}', OMP_NUM_THREADS='1'),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    command = [sys.executable, '-m', launcher, *options, script, tmp_path]
+    done = run(*command, env=environment(CARD))
     found = sorted(json.loads(path.read_text()) for path in tmp_path.glob('*.json'))
     assert len(found) == 2, done.stderr
     for rank, (kind, number, devices, told, refused) in enumerate(found):

@@ -2,12 +2,12 @@
 
 import os
 import platform
-import subprocess
 import sys
 
 import pytest
 
 from mmdevplug.utils import host
+from tests.commands import run
 
 #: Prints how often an iteration touches a page that the kernel has to clear first.
 ITERATIONS = """
@@ -37,14 +37,7 @@ pytestmark = pytest.mark.skipif(
 
 def faults(**environ):
     clean = {k: v for k, v in os.environ.items() if k not in (*SETTINGS, 'GLIBC_TUNABLES')}
-    done = subprocess.run(
-        [sys.executable, '-c', ITERATIONS],
-        env=dict(clean, **environ),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return int(done.stdout)
+    return int(run(sys.executable, '-c', ITERATIONS, env=dict(clean, **environ)).stdout)
 
 
 def test_an_iteration_uses_the_memory_of_the_one_before():

@@ -1,12 +1,13 @@
 """TorchTPU's released package, which computes on the CPU: see standins/tpu_on_cpu."""
 
 import os
-import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
+from tests.commands import CLI, run
 from tests.features.rows import ROWS as TABLE, train_rows
 from tests.jobs import ROOT, largest_difference
 from tests.model.sync_bn_cases import CASES, compare, run_all
@@ -86,16 +87,12 @@ def test_killed_and_resumed_to_the_bit(tmp_path, ranks):
     whole = run_ranks(resumed, ranks, tmp_path / 'whole')
     with pytest.raises(RanksFailed, match='died'):
         run_ranks(resumed, ranks, tmp_path / 'killed', 8)
-    again = run_ranks(_resume, ranks, tmp_path / 'killed')
+    again = run_ranks(partial(resumed, resume=True), ranks, tmp_path / 'killed')
     for expected, found in zip(whole, again):
         assert found['iter'] == 12
         assert largest_difference(expected['weights'], found['weights']) == 0.0
         assert largest_difference(expected['ema'], found['ema']) == 0.0
         assert expected['draws'] == found['draws']
-
-
-def _resume(work_dir):
-    return resumed(work_dir, resume=True)
 
 
 @pytest.mark.operators
@@ -111,13 +108,7 @@ def test_segmentor_of_mmseg(tmp_path):
 
 def command(*arguments, **environ):
     """Run a command of ours as a user does."""
-    return subprocess.run(
-        [sys.executable, '-m', 'mmdevplug.cli.main', *map(str, arguments)],
-        env={**os.environ, 'PYTHONPATH': str(ROOT), **environ},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    return run(*CLI, *arguments, env={**os.environ, 'PYTHONPATH': str(ROOT), **environ})
 
 
 def test_doctor_without_a_tpu_says_so_and_nothing_else():
@@ -144,14 +135,15 @@ def test_ranks_of_our_own_command(tmp_path):
 
 
 def test_pytorchs_ddp_and_fsdp_over_staged():
-    command = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
-    done = subprocess.run(
-        [sys.executable, *command, 'tests/tpu/staged_training.py'],
-        cwd=str(ROOT),
-        env=dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path])),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [
+        sys.executable,
+        '-m',
+        'torch.distributed.run',
+        '--standalone',
+        '--nproc_per_node',
+        2,
+    ]
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]))
+    done = run(*command, 'tests/tpu/staged_training.py', env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(done.stdout.splitlines()) == [f'rank {rank}: equal on tpu:0' for rank in (0, 1)]
