@@ -56,9 +56,9 @@ def place_model(
         return prepare(model, job)
     cfg = wrapper_config(model_wrapper_cfg, find_unused_parameters)
     kind = class_of(MODEL_WRAPPERS, cfg['type'], cfg.get('_scope_'))
-    foreign = kind is not None and not issubclass(kind, DistributedDataParallel)
-    model = prepare(model, job, wrapper_follows=not foreign)
-    if foreign:
+    foreign = None if kind is None or issubclass(kind, DistributedDataParallel) else kind
+    model = prepare(model, job, wrapper_follows=foreign is None)
+    if foreign is not None:
         log_warning(
             f'model_wrapper_cfg.type={kind.__name__!r} is no DistributedDataParallel, so it '
             f'averages gradients itself: NaN of one rank is not found, and ranks are not '
