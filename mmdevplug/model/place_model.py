@@ -60,7 +60,7 @@ def place_model(
     model = prepare(model, job, wrapper_follows=foreign is None)
     if foreign is not None:
         log_warning(
-            f'model_wrapper_cfg.type={kind.__name__!r} is no DistributedDataParallel, so it '
+            f'model_wrapper_cfg.type={foreign.__name__!r} is no DistributedDataParallel, so it '
             f'averages gradients itself: NaN of one rank is not found, and ranks are not '
             f'compared. Inherit MMDistributedDataParallel to have that.'
         )
