@@ -22,7 +22,7 @@ from unittest import mock
 from docs.numbers.operators import run_part
 
 #: Seconds for a config, with the compiling of its step.
-LIMIT = 100
+LIMIT = 400
 SIZE = 64
 _SEG = '4xb2-40k_cityscapes-512x1024'
 CONFIGS: Dict[str, Sequence[str]] = {
