@@ -168,8 +168,8 @@ def small(name: str, folder: Path, accelerator: str) -> Any:
     cfg.optim_wrapper = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.01))
     cfg.update(launcher='none', randomness=dict(seed=0))
     shrink(cfg, scale)
-    if 'cgnet' in name:  # mmseg 1.2.2 would look up the weight of ignored pixels
-        cfg.model.decode_head.loss_decode.class_weight = None
+    if library == 'mmseg':
+        forget_class_weights(cfg.model)
     return cfg
 
 
@@ -228,6 +228,18 @@ def forget_weights(part: Any) -> None:
     elif isinstance(part, (list, tuple)):
         for each in part:
             forget_weights(each)
+
+
+def forget_class_weights(part: Any) -> None:
+    """Take out weights of classes, of which mmseg 1.2.2 looks up one for ignored pixels."""
+    if isinstance(part, dict):
+        if part.get('type') == 'CrossEntropyLoss':
+            part.pop('class_weight', None)
+        for each in part.values():
+            forget_class_weights(each)
+    elif isinstance(part, (list, tuple)):
+        for each in part:
+            forget_class_weights(each)
 
 
 def compare(name: str, plain: bool, folder: Path, accelerator: str) -> Dict[str, Any]:
