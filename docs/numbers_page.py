@@ -52,10 +52,10 @@ were measured so far. Where `native_batch_norm` differs, it is `running_var`: to
 the number of elements, PyTorch by one less, which shows where a layer normalizes few of them.
 
 Two configs differ by rounding: in `resnet18_8xb16_cifar10` and `shufflenet-v1-1x_16xb64_in1k` one
-or two inputs of a ReLU, of some 100,000, are off zero by less than 3e-4 and have the other sign, so
-that their gradients are zero on one device. All other gradients agree within 2e-5. Measured by
-float64, torch_xla is 15 times as far off there as the CPU: 8e-5 and 5e-6 in the first of them (root
-mean square, values up to 5).""",
+or two inputs of a ReLU, of some 100,000, are off zero by less than 3e-4 and have the other sign,
+so that their gradients are zero on one device. All other gradients agree within 2e-5. Measured by
+float64, torch_xla is 15 times as far off there as the CPU: 8e-5 and 5e-6 in the first of them
+(root mean square, values up to 5).""",
         of_configs=['device', 'library', 'configs', 'equal before', 'equal now', 'not compared'],
         difference=['config', 'before', 'now'],
         equal='equal',
@@ -96,9 +96,10 @@ mean square, values up to 5).""",
 `native_batch_norm` 的不同在于 `running_var`：torch_xla 除以元素个数，PyTorch 除以其减一，
 在元素很少的层上可见。
 
-有两个配置因舍入而不同：在 `resnet18_8xb16_cifar10` 和 `shufflenet-v1-1x_16xb64_in1k` 中，约十万个 ReLU 输入里有一两个
-离零不到 3e-4，符号相反，因此其梯度在其中一个设备上为零。其余梯度的差不超过 2e-5。与 float64 相比，torch_xla 在此处的
-偏差是 CPU 的 15 倍：在前一个配置中为 8e-5 与 5e-6（均方根，数值最大为 5）。""",
+有两个配置因舍入而不同：在 `resnet18_8xb16_cifar10` 和 `shufflenet-v1-1x_16xb64_in1k` 中，
+约十万个 ReLU 输入里有一两个离零不到 3e-4，符号相反，因此其梯度在其中一个设备上为零。
+其余梯度的差不超过 2e-5。与 float64 相比，torch_xla 在此处的偏差是 CPU 的 15 倍：
+在前一个配置中为 8e-5 与 5e-6（均方根，数值最大为 5）。""",
         of_configs=['设备', '代码库', '配置', '之前相同', '现在相同', '未比较'],
         difference=['配置', '之前', '现在'],
         equal='相同',
