@@ -477,7 +477,7 @@ def llama_parts(files: Files, say: Say) -> str:
         both=('both, as the config has it', '两者都训练，即配置原样'),
     )
     found = files['llama_lora']['rows']
-    last = best({row['trained']: [*row['bits'].values()][-1] for row in found}, list(names))
+    last = {row['trained']: f'{[*row["bits"].values()][-1]:.2f}' for row in found}
     rows = [
         [say(*names[row['trained']]), last[row['trained']], _code(row['option'])] for row in found
     ]
