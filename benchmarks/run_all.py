@@ -52,7 +52,7 @@ TABLES: Dict[str, Table] = dict(
     device_guard=Table(
         'device_guard.py --rounds 15', '--rounds 1', 0.5, dict(OMP_NUM_THREADS='1')
     ),
-    placement=Table('placement.py --rounds 5', '--models "GPT-2 XL" --blocks 20 --rounds 1', 2),
+    placement=Table('placement.py --rounds 5', '--models "GPT-2 XL" --blocks 200 --rounds 1', 2),
     grad_sync_cpu=Table(
         'grad_sync.py --device cpu --ranks 2 4 --layers 12 32 --rounds 6 --steps 3',
         '--ranks 2 --layers 2 --width 64 --rounds 3 --steps 1',

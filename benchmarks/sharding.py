@@ -47,7 +47,7 @@ def tensor_bytes():
 
     storages = {}
     for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and each.device.type == 'cpu':
+        if issubclass(type(each), torch.Tensor) and each.device.type == 'cpu':
             each = getattr(each, '_local_tensor', each)
             storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return sum(storages.values())

@@ -295,12 +295,10 @@ def scale(files: Files, say: Say) -> str:
     for row in (row for file in files.values() for row in file['rows']):
         found.setdefault(row['nproc'], {})[row['kind']] = row
 
-    def cells(key: str, form: str) -> List[str]:
+    def cells(key: str, form: Callable[[Any], str] = str) -> List[str]:
         return [
             say('; ', '；').join(
-                form.format(kinds[kind][key])
-                for kind in ('mmdevplug', 'MMEngine')
-                if kind in kinds
+                form(kinds[kind][key]) for kind in ('mmdevplug', 'MMEngine') if kind in kinds
             )
             for kinds in found.values()
         ]
@@ -314,15 +312,15 @@ def scale(files: Files, say: Say) -> str:
                 'seconds to the end of the first iteration; torchrun',
                 '到第一次迭代结束的秒数；torchrun',
             ),
-            *cells('first_iteration', '{:.2g}'),
+            *cells('first_iteration', figure),
         ],
         [
             say('memory of a rank (PSS) in MB; torchrun', '每个 rank 的内存（PSS），MB；torchrun'),
-            *cells('memory_mb', '{}'),
+            *cells('memory_mb'),
         ],
         [
             say('descriptors of a rank; torchrun', '每个 rank 的描述符数；torchrun'),
-            *cells('descriptors', '{}'),
+            *cells('descriptors'),
         ],
         [
             say('writes to the store, a second and rank', '写存储的次数，每秒每 rank'),
@@ -479,7 +477,7 @@ def llama_parts(files: Files, say: Say) -> str:
         both=('both, as the config has it', '两者都训练，即配置原样'),
     )
     found = files['llama_lora']['rows']
-    last = best({row['trained']: [*row['bits'].values()][-1] for row in found}, list(names))
+    last = {row['trained']: f'{[*row["bits"].values()][-1]:.2f}' for row in found}
     rows = [
         [say(*names[row['trained']]), last[row['trained']], _code(row['option'])] for row in found
     ]

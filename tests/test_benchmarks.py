@@ -54,7 +54,7 @@ ROWS = dict(
     scale=[
         dict(JOB, kind=kind, nproc=2, first_iteration=5.2) for kind in ('mmdevplug', 'MMEngine')
     ],
-    scale_96=[dict(JOB, kind='mmdevplug', nproc=96, first_iteration=33.0)],
+    scale_96=[dict(JOB, kind='mmdevplug', nproc=96, first_iteration=133.0)],
     training_loop=[LOOP],
     training_loop_xla=[LOOP],
     sync_bn=[
@@ -214,6 +214,10 @@ def test_figures_stand_where_they_belong(pages):
     made = {n: b.render(files, say) for n, b in pages.BLOCKS.items() if n in ('guard', 'imports')}
     assert made['guard'].splitlines()[-1] == '| CNN | 1.2% |'
     assert made['imports'].splitlines()[-1] == '| mmdevplug | 0.020 |'
+    block = pages.BLOCKS['scale']
+    rows = block.render({name: files[name] for name in block.files}, say).splitlines()
+    assert rows[0] == '| ranks | 2 | 96 |'
+    assert rows[2].endswith('; torchrun | 5.2; 5.2 | 133 |')
     block = pages.BLOCKS['averaging']
     rows = block.render({name: files[name] for name in block.files}, say).splitlines()[2:]
     assert (
