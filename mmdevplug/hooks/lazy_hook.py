@@ -23,7 +23,7 @@ class LazyHook(Hook):
     priority = 'HIGHEST'
 
     def before_train(self, runner: AnyRunner) -> None:
-        """Let optimizer wrappers log gradient norms only at the end of an iteration."""
+        """Let gradient norms be logged at the end of an iteration, and averages own memory."""
         log_norms(runner.optim_wrapper)
         models = [getattr(hook, 'ema_model', None) for hook in runner.hooks]
         for model in [runner.model, *models]:
