@@ -1,12 +1,15 @@
 """Jobs that tests run in the processes of a job: small trainings of real parts."""
 
+import logging
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.utils import digit_version
 
@@ -127,6 +130,16 @@ def install_card(accelerator):
         card.install(accelerator)
 
 
+def start(accelerator='cpu', timeout=60):
+    """Start the process group of a job on an accelerator; return this rank's context."""
+    from mmdevplug import init_device
+    from tests.columns import backend_of
+
+    install_card(accelerator)
+    backend = backend_of(accelerator)
+    return init_device('pytorch', accelerator, forced_backend=backend, timeout=timeout)
+
+
 def train_digits(accelerator, work_dir, global_batch=128, **options):
     """Train the digits example.
 
@@ -138,14 +151,13 @@ def train_digits(accelerator, work_dir, global_batch=128, **options):
     options['train_dataloader__batch_size'] = global_batch // int(os.environ.get('WORLD_SIZE', 1))
     runner = RUNNERS.build(digits_config(accelerator, work_dir, **options))
     runner.train()
-    model = getattr(runner.model, 'module', runner.model)
     scalars = runner.message_hub.log_scalars
     accuracy, norms = scalars.get('val/accuracy'), scalars.get('train/grad_norm')
     return dict(
         accuracy=None if accuracy is None else float(accuracy.current()),
-        weights=weights_of(model),
+        weights=trained_weights(runner),
         norms=None if norms is None else norms.data[0].tolist(),
-        device=str(next(model.parameters()).device),
+        device=str(next(runner.model.parameters()).device),
         wrapper=type(runner.model).__name__,
         staged=getattr(runner.model, 'staging', None) is not None,
     )
@@ -160,6 +172,11 @@ PLAIN = dict(
 )
 
 
+def train_plain(accelerator, work_dir):
+    """Train the digits example without batch normalization; see :func:`train_digits`."""
+    return train_digits(accelerator, work_dir, **PLAIN)
+
+
 def weights_of(model):
     """The state dict as arrays, which travel between processes by value."""
     # NumPy has no bfloat16.
@@ -167,6 +184,11 @@ def weights_of(model):
         name: (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
         for name, value in model.state_dict().items()
     }
+
+
+def trained_weights(runner):
+    """The weights of a runner's model, without its wrapper; see :func:`weights_of`."""
+    return weights_of(getattr(runner.model, 'module', runner.model))
 
 
 def largest_difference(one, other):
@@ -180,3 +202,38 @@ def ranks_of(work_dir):
     """The number of ranks that saved the newest checkpoint of a work directory."""
     path = (Path(work_dir) / 'last_checkpoint').read_text()
     return len(load_file(path)['mmdevplug']['ranks'])
+
+
+def log_of(work_dir):
+    """The text log of the only run in a folder."""
+    (path,) = Path(work_dir).glob('*/*.log')
+    return path.read_text()
+
+
+def note(runner, place, look):
+    """Call a function as hooks are called, after all others.
+
+    Args:
+        runner (Runner): The runner.
+        place (str): The method of hooks, such as ``'after_train_iter'``.
+        look (callable): Gets what that method gets: the runner, and the rest by name.
+
+    Returns:
+        list: What it has returned each time.
+    """
+    noted, hook = [], Hook()
+    setattr(hook, place, lambda *args, **kwargs: noted.append(look(*args, **kwargs)))
+    runner.register_hook(hook, 'LOWEST')
+    return noted
+
+
+@contextmanager
+def messages_of(logger, level=logging.NOTSET):
+    """Collect what is logged meanwhile, from a level on."""
+    messages, handler = [], logging.Handler(level)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)

@@ -9,7 +9,7 @@ from mmengine.registry import DATASETS, MODELS, RUNNERS
 from torch import nn
 
 from tests.columns import backend_of
-from tests.jobs import install_card, weights_of
+from tests.jobs import install_card, trained_weights
 
 STEPS = 10
 SAMPLES = 80
@@ -225,13 +225,12 @@ def train(kind, accelerator, work_dir, devices=1, prepare=None, **options):
     if prepare is not None:
         prepare(runner)
     runner.train()
-    model = getattr(runner.model, 'module', runner.model)
     strategy = getattr(runner.placement, 'strategy', None)
     return dict(
-        weights=weights_of(model),
-        devices=sorted({str(tensor.device) for tensor in model.parameters()}),
+        weights=trained_weights(runner),
+        devices=sorted({str(tensor.device) for tensor in runner.model.parameters()}),
         strategy=None if strategy is None else strategy.kind,
-        dtypes=sorted({(p.requires_grad, str(p.dtype)) for p in model.parameters()}),
+        dtypes=sorted({(p.requires_grad, str(p.dtype)) for p in runner.model.parameters()}),
         iter=runner.iter,
         losses=[float(v) for v in runner.message_hub.log_scalars['train/loss'].data[0]],
     )

@@ -284,3 +284,19 @@ def run_ranks(
         _skip_without_card(errors)
         raise RanksFailed(errors)
     return [results[rank] for rank in sorted(results)]
+
+
+def errors_of_ranks(function, world_size, *args, **options):
+    """Call ``function(*args)`` in ranks of which at least one is to raise; see :func:`run_ranks`.
+
+    Returns:
+        dict: For each rank that raised the type's name and the message.
+
+    Raises:
+        AssertionError: If no rank raises.
+    """
+    try:
+        returned = run_ranks(function, world_size, *args, **options)
+    except RanksFailed as failed:
+        return {rank: (kind, message) for rank, (kind, message, _) in failed.errors.items()}
+    raise AssertionError(f'no rank raised; they returned {returned}')

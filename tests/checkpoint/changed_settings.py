@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import logging
 import re
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from mmdevplug.utils.model import list_optim_wrappers
 from tests.checkpoint import resume_cases  # noqa: F401  it registers what is trained
 from tests.checkpoint.resuming import Stop, quickly, tiny
 from tests.checkpoint.training import NoisyModel
+from tests.jobs import messages_of
 
 _numbers = itertools.count()
 #: The warnings that are about settings and hooks.
@@ -93,14 +93,11 @@ def run(work_dir, options, resume=False, stop=None, choice='checkpoint'):
         runner.register_hook(rates)
         if stop is not None:
             runner.register_hook(Stop(stop, save=True))
-        lines = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())
-        runner.logger.addHandler(handler)
-        try:
-            runner.train()
-        except SystemExit:
-            assert stop is not None
+        with messages_of(runner.logger) as lines:
+            try:
+                runner.train()
+            except SystemExit:
+                assert stop is not None
     return rates.seen, [line for line in lines if re.search(SAID, line)]
 
 

@@ -7,9 +7,9 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from tests.checkpoint import kept_cases  # noqa: F401  registers Keeps
-from tests.checkpoint.training import SAMPLES, train
+from tests.checkpoint.training import SAMPLES, build, train
 from tests.columns import NATIVE, job_of, lazy
-from tests.jobs import largest_difference, needs_scaler
+from tests.jobs import largest_difference, needs_scaler, note
 from tests.ranks import RanksFailed, run_ranks
 
 EVERY_THIRD = dict(interval=3, by_epoch=False, save_best='auto', rule='less', max_keep_ckpts=2)
@@ -29,23 +29,22 @@ SCALED = dict(
 )
 
 
-def interrupted(world_size, work_dir, die_at, options, resumed_options=None, rank=0):
-    """Train until a rank dies, then resume."""
-    dies = dict(options, custom_hooks=[EMA, dict(type='DieAt', iteration=die_at, rank=rank)])
+def on_ranks(world_size, work_dir, options):
     job = job_of(options.get('accelerator', 'cpu'), world_size)
-    with pytest.raises(RanksFailed):
-        run_ranks(_train, world_size, work_dir, dies, **job)
-    resumed = dict(resumed_options or options, resume=True)
-    return run_ranks(_train, world_size, work_dir, resumed, **job)
+    return run_ranks(_train, world_size, work_dir, options, **job)
 
 
 def _train(work_dir, options):
+    """In a process that imports this module, which registers what is trained."""
     return train(work_dir, **options)
 
 
-def uninterrupted(world_size, work_dir, options):
-    job = job_of(options.get('accelerator', 'cpu'), world_size)
-    return run_ranks(_train, world_size, work_dir, options, **job)
+def interrupted(world_size, work_dir, die_at, options, rank=0):
+    """Train until a rank dies, then resume."""
+    dies = dict(options, custom_hooks=[EMA, dict(type='DieAt', iteration=die_at, rank=rank)])
+    with pytest.raises(RanksFailed):
+        on_ranks(world_size, work_dir, dies)
+    return on_ranks(world_size, work_dir, dict(options, resume=True))
 
 
 def assert_equal_bits(one, other):
@@ -66,7 +65,7 @@ def test_a_single_process(tmp_path, by_epoch, die_at, workers):
     options = dict(
         by_epoch=by_epoch, train_dataloader__num_workers=workers, checkpoint=EVERY_THIRD
     )
-    expected = uninterrupted(0, tmp_path / 'whole', options)
+    expected = on_ranks(0, tmp_path / 'whole', options)
     assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', die_at, options))
 
 
@@ -77,7 +76,7 @@ def test_several_ranks(tmp_path, world_size, by_epoch):
     options = dict(by_epoch=by_epoch, checkpoint=EVERY_THIRD, **SEVERAL_BUCKETS)
     # Workers of each rank draw random numbers of their own.
     options['train_dataloader__num_workers'] = 1
-    expected = uninterrupted(world_size, tmp_path / 'whole', options)
+    expected = on_ranks(world_size, tmp_path / 'whole', options)
     # Since the last validation each rank has its own running statistics.
     got = interrupted(world_size, tmp_path / 'killed', 10, options, rank=world_size - 1)
     assert_equal_bits(expected, got)
@@ -92,22 +91,22 @@ def test_between_epochs_with_validation_pending(tmp_path, async_save):
             dict(type='ReduceOnPlateauLR', monitor='loss_error', rule='less', patience=0)
         ],
     )
-    expected = uninterrupted(0, tmp_path / 'whole', options)
+    expected = on_ranks(0, tmp_path / 'whole', options)
     work_dir = tmp_path / 'killed'
     dies = dict(options, custom_hooks=[EMA, dict(type='DieBeforeVal', epoch=2)])
     with pytest.raises(RanksFailed):
-        run_ranks(_train, 0, work_dir, dies)
-    got = run_ranks(_train, 0, work_dir, dict(options, resume=True))
+        on_ranks(0, work_dir, dies)
+    got = on_ranks(0, work_dir, dict(options, resume=True))
     assert_equal_bits(expected, got)
 
 
 def test_a_seed_that_nobody_chose(tmp_path):
     """The resumed run finds a new seed at its start, and goes back to the one it had."""
     options = dict(checkpoint=EVERY_THIRD, randomness={}, by_epoch=False)
-    first = run_ranks(_train, 2, tmp_path, options)
+    first = on_ranks(2, tmp_path, options)
     # From its 21st iteration, the last checkpoint but one.
     (tmp_path / 'iter_24.pth').unlink()
-    again = run_ranks(_train, 2, tmp_path, dict(options, resume=True))
+    again = on_ranks(2, tmp_path, dict(options, resume=True))
     assert_equal_bits(first, again)
 
 
@@ -116,7 +115,7 @@ def test_pytorchs_own_sampler(tmp_path):
     options = dict(
         checkpoint=EVERY_THIRD, train_dataloader__sampler=dict(type='GlobalRandomSampler')
     )
-    expected = uninterrupted(0, tmp_path / 'whole', options)
+    expected = on_ranks(0, tmp_path / 'whole', options)
     assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', 20, options))
 
 
@@ -126,14 +125,14 @@ def test_gradients_that_accumulate(tmp_path):
         optim_wrapper__accumulative_counts=2,
         by_epoch=False,
     )
-    expected = uninterrupted(0, tmp_path / 'whole', options)
+    expected = on_ranks(0, tmp_path / 'whole', options)
     assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', 10, options))
 
 
 @needs_scaler
 def test_mixed_precision(tmp_path):
     options = dict(checkpoint=EVERY_THIRD, by_epoch=False, **SCALED)
-    expected = uninterrupted(0, tmp_path / 'whole', options)
+    expected = on_ranks(0, tmp_path / 'whole', options)
     assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', 10, options))
 
 
@@ -152,39 +151,35 @@ def test_mixed_precision(tmp_path):
 )
 def test_an_eager_card(tmp_path, accelerator, world_size, more):
     options = dict(accelerator=accelerator, checkpoint=EVERY_THIRD, by_epoch=False, **more)
-    expected = uninterrupted(world_size, tmp_path / 'whole', options)
+    expected = on_ranks(world_size, tmp_path / 'whole', options)
     got = interrupted(world_size, tmp_path / 'killed', 10, options)
     assert_equal_bits(expected, got)
 
 
 def seen_samples(work_dir, options):
     """The samples that this rank trains on from its start, by their index in the dataset."""
-    from mmengine.hooks import Hook
-
-    from tests.checkpoint.training import build
-
-    seen = []
-
-    class Notes(Hook):
-        def before_train_iter(self, runner, batch_idx, data_batch=None):
-            seen.append((batch_idx, data_batch['targets'][:, 0].tolist()))
-
     runner = build(work_dir, **options)
-    runner.register_hook(Notes())
+    seen = note(
+        runner,
+        'before_train_iter',
+        lambda _, batch_idx, data_batch: (batch_idx, data_batch['targets'][:, 0].tolist()),
+    )
     runner.train()
     return seen
 
 
+def cut_short(work_dir, options, iteration):
+    """What two ranks see in a whole run; one of them dies in another, in the folder."""
+    whole = run_ranks(seen_samples, 2, work_dir.with_name('whole'), options)
+    dies = dict(options, custom_hooks=[dict(type='DieAt', iteration=iteration)])
+    with pytest.raises(RanksFailed):
+        run_ranks(seen_samples, 2, work_dir, dies)
+    return whole
+
+
 def test_no_sample_twice_and_none_left_out(tmp_path):
     options = dict(length=1, checkpoint=EVERY_THIRD)
-    whole = run_ranks(seen_samples, 2, tmp_path / 'whole', options)
-    with pytest.raises(RanksFailed):
-        run_ranks(
-            seen_samples,
-            2,
-            tmp_path / 'killed',
-            dict(options, custom_hooks=[dict(type='DieAt', iteration=4)]),
-        )
+    whole = cut_short(tmp_path / 'killed', options, 4)
     rest = run_ranks(seen_samples, 2, tmp_path / 'killed', dict(options, resume=True))
     assert [batches[3:] for batches in whole] == rest
     samples = [x for batches in whole for _, batch in batches for x in batch]
@@ -193,14 +188,7 @@ def test_no_sample_twice_and_none_left_out(tmp_path):
 
 def test_other_world_sizes_go_on_after_the_same_samples(tmp_path):
     options = dict(length=1, checkpoint=dict(interval=2, by_epoch=False))
-    whole = run_ranks(seen_samples, 2, tmp_path / 'whole', options)
-    with pytest.raises(RanksFailed):
-        run_ranks(
-            seen_samples,
-            2,
-            tmp_path / 'killed',
-            dict(options, custom_hooks=[dict(type='DieAt', iteration=3)]),
-        )
+    whole = cut_short(tmp_path / 'killed', options, 3)
     (rest,) = run_ranks(seen_samples, 1, tmp_path / 'killed', dict(options, resume=True))
     # Two batches of each of two ranks are four of a single one.
     assert rest[0][0] == 4
@@ -271,14 +259,14 @@ def test_the_last_validation_of_a_killed_run_is_done_after_resuming(tmp_path):
     counts = tmp_path / 'counts'
     options = dict(length=2, train_cfg__val_interval=3)  # MMEngine validates at the end, too
     counted = dict(type='CountCalls', path=str(counts))
-    run_ranks(_train, 0, tmp_path / 'work', options)
+    on_ranks(0, tmp_path / 'work', options)
     dies = dict(options, custom_hooks=[EMA, dict(type='DieBeforeVal', epoch=2)])
     with pytest.raises(RanksFailed):
-        run_ranks(_train, 0, tmp_path / 'work', dies)
+        on_ranks(0, tmp_path / 'work', dies)
     for expected in ('v', ''):
         counts.write_text('')
         resumed = dict(options, custom_hooks=[EMA, counted], resume=True, log_level='INFO')
-        run_ranks(_train, 0, tmp_path / 'work', resumed)
+        on_ranks(0, tmp_path / 'work', resumed)
         assert counts.read_text() == expected
         logs = ''.join(path.read_text() for path in (tmp_path / 'work').glob('*/*.log'))
         said = 'saved before the validation that followed, and has no results of it'

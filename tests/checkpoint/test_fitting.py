@@ -1,12 +1,10 @@
 """Checkpoints of another model, in part of this one, or no checkpoints at all."""
 
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 from mmengine.config import Config
-from mmengine.hooks import Hook
 from mmengine.infer import BaseInferencer
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
@@ -19,6 +17,7 @@ from mmdevplug.patches.load_weights import load_weights
 from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
 from mmdevplug.utils.model import unwrap_model
 from tests.checkpoint.training import build, config
+from tests.jobs import messages_of, note
 from tests.ranks import run_ranks
 
 
@@ -235,17 +234,6 @@ def test_files_that_are_no_checkpoint_are_named_in_one_line(tmp_path):
         assert len(text.splitlines()) == 1
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def results_of_part(folder):
     """What is logged, line by line, when a checkpoint without a head is tested and validated."""
     runner = build(folder, **TESTED)
@@ -264,20 +252,22 @@ def results_of_part(folder):
             cfg['load_from'] = str(folder / 'other.pth')
         cfg['experiment_name'] = how
         runner = build(**dict(_only(cfg)))
-        heard, logger = Lines(), MMLogger.get_current_instance()
-        logger.addHandler(heard)
-        try:
-            getattr(runner, how if how in ('test', 'val') else 'train')()
-        except CheckpointError as error:
-            heard.lines.append(f'{error}')
-        logger.removeHandler(heard)
-        found[how] = heard.lines
+        with messages_of(MMLogger.get_current_instance()) as lines:
+            try:
+                getattr(runner, how if how in ('test', 'val') else 'train')()
+            except CheckpointError as error:
+                lines.append(f'{error}')
+        found[how] = lines
     return found
 
 
 def _only(cfg):
     known = dict(TESTED, load_from=None, resume=None, experiment_name=None)
     return {'work_dir': cfg['work_dir'], **{key: cfg[key] for key in known if key in cfg}}
+
+
+def first_bias(runner):
+    return runner.epoch, float(unwrap_model(runner.model).net[6].bias[0].detach())
 
 
 def test_what_fits_in_part_is_said(tmp_path):
@@ -307,12 +297,9 @@ def begin_with_load_from(folder):
             cfg.merge_from_dict(dict(dict(work_dir=str(folder / who), resume=True), **asks))
             cfg.train_cfg.max_epochs, cfg.experiment_name = 1 + turn, f'{who}{turn}'
             runner = RUNNERS.build(cfg)
-            hook, notes = Hook(), found.setdefault(who, [])
-            hook.before_train_epoch = lambda runner, notes=notes: notes.append(
-                (runner.epoch, float(unwrap_model(runner.model).net[6].bias[0].detach()))
-            )
-            runner.register_hook(hook)
+            begun = note(runner, 'before_train_epoch', first_bias)
             runner.train()
+            found.setdefault(who, []).extend(begun)
     return found
 
 

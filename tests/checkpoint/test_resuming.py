@@ -3,7 +3,6 @@
 from itertools import cycle
 
 import pytest
-import torch
 
 from mmdevplug.checkpoint.reading import read_checkpoint
 from tests.checkpoint.kept_cases import KEPT
@@ -17,14 +16,6 @@ from tests.checkpoint.resume_cases import (
 )
 from tests.checkpoint.resuming import differences, quickly, start
 from tests.ranks import run_ranks
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _pairs():

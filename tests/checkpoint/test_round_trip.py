@@ -31,11 +31,6 @@ def _views():
     return [base, base[2:8:2], base.view(3, 4).t(), base[:0]]
 
 
-def _conjugated():
-    numbers = torch.rand(3, dtype=torch.complex64)
-    return [numbers, numbers.conj(), torch.rand(3)._neg_view()]
-
-
 def _quantized():
     scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 3])
     return [

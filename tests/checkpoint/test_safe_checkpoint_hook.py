@@ -1,11 +1,14 @@
 """SafeCheckpointHook in the place of MMEngine's own."""
 
 import os
+import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from mmengine.config import Config
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
@@ -15,9 +18,10 @@ from mmdevplug.checkpoint import writing
 from mmdevplug.checkpoint.reading import check_file, read_checkpoint
 from mmdevplug.errors import CheckpointError
 from mmdevplug.hooks.safe_checkpoint_hook import SafeCheckpointHook
+from mmdevplug.runner import DeviceRunner
 from tests.checkpoint.training import build, config, train
-from tests.jobs import largest_difference, torch_before
-from tests.ranks import RanksFailed, run_ranks
+from tests.jobs import largest_difference, log_of, note, torch_before
+from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
 
 
 def names_in(folder):
@@ -75,22 +79,13 @@ def test_the_same_files_as_mmengines(tmp_path, options):
 def replaced(work_dir):
     kinds = []
     cfg = config(work_dir)
-    cfg['default_hooks']['checkpoint'] = dict(type='CheckpointHook', interval=1)
     cfg['accelerator'] = dict(type='cpu')
-    runner = _build(cfg)
-    kinds += [type(h).__name__ for h in runner.hooks if isinstance(h, CheckpointHook)]
-    cfg['default_hooks'].pop('checkpoint')
-    runner = _build(cfg)
-    kinds += [type(h).__name__ for h in runner.hooks if isinstance(h, CheckpointHook)]
+    for hooks in (dict(checkpoint=dict(type='CheckpointHook', interval=1)), {}):
+        cfg['default_hooks'].pop('checkpoint', None)
+        cfg['default_hooks'].update(hooks)
+        runner = DeviceRunner.from_cfg(Config(cfg))
+        kinds += [type(h).__name__ for h in runner.hooks if isinstance(h, CheckpointHook)]
     return kinds
-
-
-def _build(cfg):
-    from mmengine.config import Config
-
-    from mmdevplug.runner import DeviceRunner
-
-    return DeviceRunner.from_cfg(Config(cfg))
 
 
 def test_mmengines_hook_is_replaced(tmp_path):
@@ -135,15 +130,8 @@ def train_on_full_disk(work_dir, checkpoint, disk, **options):
 
 @pytest.mark.parametrize('async_save', [False, True])
 def test_no_room_ends_all_ranks_and_keeps_what_there_was(tmp_path, async_save):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(
-            train_on_full_disk,
-            3,
-            tmp_path,
-            dict(async_save=async_save, max_keep_ckpts=2),
-            dict(first=3),
-        )
-    errors = raised.value.errors
+    options = dict(async_save=async_save, max_keep_ckpts=2)
+    errors = errors_of_ranks(train_on_full_disk, 3, tmp_path, options, dict(first=3))
     assert sorted(errors) == [0, 1, 2]
     assert errors[0][0] == 'CheckpointError'
     assert 'No space left on device' in errors[0][1]
@@ -159,28 +147,25 @@ def test_no_room_ends_all_ranks_and_keeps_what_there_was(tmp_path, async_save):
     assert not list(tmp_path.glob(f'*{writing.UNFINISHED}*'))
 
 
-@pytest.mark.parametrize('name', ['on_error', 'timeout'])
-def test_options_that_are_gone_are_refused(name):
+@pytest.mark.parametrize(
+    ('options', 'said'),
+    [
+        (dict(on_error='stop'), "default_hooks.checkpoint has no option 'on_error'"),
+        (dict(timeout='stop'), "default_hooks.checkpoint has no option 'timeout'"),
+        (dict(async_saves=True), "'async_saves'; did you mean 'async_save'?"),
+        (dict(interval=1, max_keep_ckpt=3), "'max_keep_ckpt'; did you mean 'max_keep_ckpts'?"),
+    ],
+    ids=['on_error', 'timeout', 'async_saves', 'max_keep_ckpt'],
+)
+def test_an_option_that_there_is_not_is_refused_with_the_nearest(options, said):
     runner = SimpleNamespace(save_checkpoint=Runner.save_checkpoint, hooks=[])
-    with pytest.raises(CheckpointError, match=f"default_hooks.checkpoint has no option '{name}'"):
-        SafeCheckpointHook(**{name: 'stop'}).before_run(runner)
-
-
-def test_an_unknown_option_is_refused_with_the_nearest():
-    runner = SimpleNamespace(save_checkpoint=Runner.save_checkpoint, hooks=[])
-    with pytest.raises(CheckpointError, match="'async_saves'; did you mean 'async_save'\\?"):
-        SafeCheckpointHook(async_saves=True).before_run(runner)
-    with pytest.raises(CheckpointError, match="'max_keep_ckpt'; did you mean 'max_keep_ckpts'\\?"):
-        SafeCheckpointHook(interval=1, max_keep_ckpt=3).before_run(runner)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        SafeCheckpointHook(**options).before_run(runner)
 
 
 def test_an_unknown_option_ends_the_run(tmp_path):
     with pytest.raises(RanksFailed, match="default_hooks.checkpoint has no option 'async_saves'"):
-        run_ranks(train_with, 0, tmp_path, dict(async_saves=True))
-
-
-def train_with(work_dir, checkpoint):
-    train(work_dir, checkpoint=dict(interval=1, **checkpoint))
+        run_ranks(partial(train, checkpoint=dict(interval=1, async_saves=True)), 0, tmp_path)
 
 
 class OwnSave:
@@ -219,26 +204,22 @@ def test_what_is_no_flag_is_refused():
         SafeCheckpointHook(async_save=2)
 
 
-def resume_from(work_dir, path):
-    return train(work_dir, resume=True, load_from=path)['iter']
-
-
 def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path):
     run_ranks(train, 0, tmp_path / 'first', timeout=100)
     path = tmp_path / 'first' / 'epoch_4.pth'
     os.truncate(path, os.path.getsize(path) // 2)
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(resume_from, 2, tmp_path / 'second', str(path))
-    assert raised.value.errors[0][0] == 'CheckpointError'
-    assert str(path) in raised.value.errors[0][1]
-    assert 'rank 0 of 2' in raised.value.errors[1][1]
+    resumed = partial(train, resume=True, load_from=str(path))
+    errors = errors_of_ranks(resumed, 2, tmp_path / 'second')
+    assert errors[0][0] == 'CheckpointError'
+    assert str(path) in errors[0][1]
+    assert 'rank 0 of 2' in errors[1][1]
 
 
 def test_a_newest_file_that_is_damaged_costs_one_interval(tmp_path):
     whole = run_ranks(train, 2, tmp_path)
     path = tmp_path / 'epoch_4.pth'
     os.truncate(path, os.path.getsize(path) // 3)
-    again = run_ranks(train_resumed, 2, tmp_path)
+    again = run_ranks(partial(train, resume=True), 2, tmp_path)
     assert largest_difference(whole[0]['weights'], again[0]['weights']) == 0.0
     logs = ''.join(log.read_text() for log in tmp_path.glob('*/*.log'))
     assert f'Cannot resume: {path}' in logs
@@ -248,7 +229,7 @@ def test_a_newest_file_that_is_damaged_costs_one_interval(tmp_path):
 
 def resume_where_each_host_has_its_own(folder):
     os.chdir(os.path.join(folder, os.environ['RANK']))
-    return resume_from(folder, 'epoch_4.pth')
+    return train(folder, resume=True, load_from='epoch_4.pth')
 
 
 def test_a_checkpoint_that_only_one_host_has(tmp_path):
@@ -256,16 +237,11 @@ def test_a_checkpoint_that_only_one_host_has(tmp_path):
     for rank in '01':
         (tmp_path / rank).mkdir()
     run_ranks(train, 0, tmp_path / '0', timeout=100)
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(resume_where_each_host_has_its_own, 2, str(tmp_path))
-    kind, message, _ = raised.value.errors[1]
+    errors = errors_of_ranks(resume_where_each_host_has_its_own, 2, str(tmp_path))
+    kind, message = errors[1]
     assert kind == 'CheckpointError'
     assert message.startswith('rank 0 resumes from epoch_4.pth, which is not there for rank 1')
-    assert 'rank 1 of 2' in raised.value.errors[0][1]
-
-
-def train_resumed(work_dir):
-    return train(work_dir, resume=True)
+    assert 'rank 1 of 2' in errors[0][1]
 
 
 # other runners and files ------------------------------------------------------------------------
@@ -273,8 +249,6 @@ def train_resumed(work_dir):
 
 def stock(work_dir, resume):
     os.environ['TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'] = '1'  # MMEngine's own files need it as well
-    from mmengine.config import Config
-
     cfg = config(work_dir)
     for key in ('runner_type', 'accelerator'):
         cfg.pop(key)
@@ -282,13 +256,7 @@ def stock(work_dir, resume):
     cfg['resume'] = resume
     cfg['env_cfg'] = dict(dist_cfg=dict(backend='gloo'))
     runner = Runner.from_cfg(Config(cfg))
-    start = []
-
-    class Notes(Hook):
-        def before_train_epoch(self, runner):
-            start.append(runner.epoch)
-
-    runner.register_hook(Notes())
+    start = note(runner, 'before_train_epoch', lambda runner: runner.epoch)
     runner.train()
     return start, {n: v.numpy() for n, v in runner.model.state_dict().items()}
 
@@ -305,7 +273,7 @@ def test_stock_mmengine_resumes_from_ours_and_we_from_its(tmp_path):
             ((start, _),) = run_ranks(stock, 0, tmp_path / folder, True)
             assert start == [3]
         else:
-            (found,) = run_ranks(train_resumed, 0, tmp_path / folder)
+            (found,) = run_ranks(partial(train, resume=True), 0, tmp_path / folder)
             assert found['iter'] == 52
 
 
@@ -315,18 +283,13 @@ def test_states_of_another_format_are_refused(tmp_path):
     checkpoint = read_checkpoint(str(path))
     checkpoint['mmdevplug'] = dict(version=1, epoch=4, batch=-1, ranks=[{}], world_size=1)
     torch.save(checkpoint, path)
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(resume_from, 0, tmp_path / 'second', str(path))
-    kind, message, _ = raised.value.errors[0]
+    resumed = partial(train, resume=True, load_from=str(path))
+    kind, message = errors_of_ranks(resumed, 0, tmp_path / 'second')[0]
     assert kind == 'CheckpointError'
     assert f'{path} was written by mmdevplug 0.1.0 with states of version 1' in message
     assert 'expected version 4' in message
     # Its weights are taken all the same.
-    run_ranks(begin_from, 0, tmp_path / 'third', str(path))
-
-
-def begin_from(work_dir, path):
-    return train(work_dir, load_from=path)['iter']
+    run_ranks(partial(train, load_from=str(path)), 0, tmp_path / 'third')
 
 
 class Box:
@@ -348,9 +311,8 @@ def test_a_class_that_the_user_trusts(tmp_path):
     path = str(tmp_path / 'a.pth')
     torch.save(dict(box=Box()), path)
     name = f'{Box.__module__}.Box'
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(read_with_box, 0, path, [])
-    assert f"checkpoint_classes=['{name}']" in raised.value.errors[0][1]
+    errors = errors_of_ranks(read_with_box, 0, path, [])
+    assert f"checkpoint_classes=['{name}']" in errors[0][1]
     assert run_ranks(read_with_box, 0, path, [name]) == ['Box']
     for wrong in ('os.mkdir', 'nowhere.Box', 'nowhere', 3):
         with pytest.raises(RanksFailed, match='checkpoint_classes='):
@@ -368,27 +330,20 @@ def test_an_end_that_cannot_be_noted_is_a_warning(tmp_path):
     (tmp_path / '.finished').mkdir()
     (found,) = run_ranks(train, 0, tmp_path)
     assert found['iter'] == 52
-    (log,) = tmp_path.glob('*/*.log')
-    assert 'Resuming this run will validate once more' in log.read_text()
+    assert 'Resuming this run will validate once more' in log_of(tmp_path)
 
 
 def test_out_dir_that_cannot_be_made(tmp_path):
     (tmp_path / 'file').write_text('')
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(train_into, 2, tmp_path / 'work', str(tmp_path / 'file' / 'deeper'))
-    assert 'cannot make the folder' in raised.value.errors[0][1]
-    assert 'rank 0 of 2' in raised.value.errors[1][1]
-
-
-def train_into(work_dir, out_dir):
-    return train(work_dir, checkpoint=dict(interval=1, out_dir=out_dir))
+    checkpoint = dict(interval=1, out_dir=str(tmp_path / 'file' / 'deeper'))
+    errors = errors_of_ranks(partial(train, checkpoint=checkpoint), 2, tmp_path / 'work')
+    assert 'cannot make the folder' in errors[0][1]
+    assert 'rank 0 of 2' in errors[1][1]
 
 
 def test_another_folder(tmp_path):
-    run_ranks(train_into, 0, tmp_path / 'work', str(tmp_path / 'files'))
+    into = partial(train, checkpoint=dict(interval=1, out_dir=str(tmp_path / 'files')))
+    run_ranks(into, 0, tmp_path / 'work')
     assert names_in(tmp_path / 'files' / 'work') == [f'epoch_{n}.pth' for n in (1, 2, 3, 4)]
-    assert run_ranks(train_again_into, 0, tmp_path / 'work', str(tmp_path / 'files')) == [52]
-
-
-def train_again_into(work_dir, out_dir):
-    return train(work_dir, checkpoint=dict(interval=1, out_dir=out_dir), resume=True)['iter']
+    (found,) = run_ranks(partial(into, resume=True), 0, tmp_path / 'work')
+    assert found['iter'] == 52

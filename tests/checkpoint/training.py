@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import RandomSampler
 
 from tests.columns import backend_of
-from tests.jobs import install_card, weights_of
+from tests.jobs import install_card, trained_weights, weights_of
 
 SAMPLES = 52
 
@@ -184,11 +184,10 @@ def train(work_dir, accelerator='cpu', **options):
     """
     runner = build(work_dir, accelerator, **options)
     runner.train()
-    model = getattr(runner.model, 'module', runner.model)
     ema = [hook.ema_model for hook in runner.hooks if hasattr(hook, 'ema_model')]
     best = runner.message_hub.runtime_info.get('best_score')
     return dict(
-        weights=weights_of(model),
+        weights=trained_weights(runner),
         ema=weights_of(ema[0]) if ema else {},
         iter=runner.iter,
         lr=runner.optim_wrapper.get_lr()['lr'],

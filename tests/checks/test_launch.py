@@ -12,8 +12,6 @@ from mmdevplug.checks import launch
 
 from .running import the
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason='namespaces need root')
-
 LEFT_OVER = dict(
     RANK='5',
     WORLD_SIZE='2',

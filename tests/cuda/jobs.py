@@ -3,12 +3,7 @@
 import torch
 from torch import distributed as torch_dist
 
-from tests.columns import backend_of
-from tests.jobs import PLAIN, install_card, train_digits, weights_of
-
-
-def train_plain(accelerator, work_dir):
-    return train_digits(accelerator, work_dir, **PLAIN)
+from tests.jobs import install_card, start, weights_of
 
 
 def first_weights(accelerator, work_dir):
@@ -79,10 +74,9 @@ def carry_objects(accelerator):
     """Objects and sums by MMEngine's own functions, and by PyTorch's."""
     from mmengine import dist
 
-    from mmdevplug import init_device, patch_mmengine
+    from mmdevplug import patch_mmengine
 
-    install_card(accelerator)
-    init_device('pytorch', accelerator, forced_backend=backend_of(accelerator), timeout=60)
+    start(accelerator)
     patch_mmengine()
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     by_torch = [None] * size

@@ -12,9 +12,9 @@ import mmdevplug
 from tests.columns import CUDA, NATIVE, device_of, gpus, job_of, within
 from tests.conformance.card import Asked
 from tests.conformance.test_collectives import compare
-from tests.cuda.jobs import carry_objects, first_weights, infer, page_locked, train_plain
+from tests.cuda.jobs import carry_objects, first_weights, infer, page_locked
 from tests.features.rows import ROWS, train_rows
-from tests.jobs import largest_difference, train_digits
+from tests.jobs import largest_difference, train_digits, train_plain
 from tests.native import needs_native
 from tests.ranks import run_ranks
 

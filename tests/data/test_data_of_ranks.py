@@ -1,20 +1,16 @@
 """Data that is missing on a rank, or of another length there."""
 
+from functools import partial
+
 import pytest
 from mmengine.dist import dist as mmengine_dist
 
 from tests.data import jobs
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import errors_of_ranks, run_ranks
 
 
 def failure(ranks, *args, **kwargs):
-    with pytest.raises(RanksFailed) as failed:
-        run_ranks(call, ranks, args, kwargs)
-    return failed.value.errors
-
-
-def call(args, kwargs):
-    return jobs.train(*args, **kwargs)
+    return errors_of_ranks(partial(jobs.train, **kwargs), ranks, *args)
 
 
 EMPTY = dict(bad=0, rank=1, data_root='data/digits', ann_file='train.json')
@@ -43,7 +39,7 @@ def test_dataset_that_is_empty_on_one_rank(tmp_path, dataset, options, told):
 
 def test_filter_that_leaves_nothing_is_told_from_an_empty_folder(tmp_path):
     dataset = dict(count=5, filter_cfg=dict(leave_crowded_out=True))
-    kind, message, _ = failure(0, tmp_path, dataset=dataset)[0]
+    kind, message = failure(0, tmp_path, dataset=dataset)[0]
     assert kind == 'SampleError'
     assert "filter_cfg={'leave_crowded_out': True}" in message
     assert '5 were found' in message
@@ -53,14 +49,14 @@ def test_filter_that_leaves_nothing_is_told_from_an_empty_folder(tmp_path):
 def test_part_of_another_dataset_is_named(tmp_path):
     inner = dict(type='Some', count=0, data_prefix=dict(img='images'))
     dataset = dict(type='RepeatDataset', times=3, dataset=inner)
-    kind, message, _ = failure(0, tmp_path, dataset=dataset)[0]
+    kind, message = failure(0, tmp_path, dataset=dataset)[0]
     assert kind == 'SampleError'
     assert "Some(data_prefix={'img': 'images'})" in message
     assert 'a part of RepeatDataset' in message
 
 
 def test_samples_that_fill_no_batch(tmp_path):
-    kind, message, _ = failure(
+    kind, message = failure(
         0, tmp_path, dataset=dict(count=3), epochs=1, train_dataloader=dict(drop_last=True)
     )[0]
     assert kind == 'SampleError'
@@ -86,7 +82,7 @@ def test_ranks_with_fewer_batches_are_named_before_training(tmp_path, ranks):
 
 def test_loops_that_count_iterations_take_what_each_rank_has(tmp_path):
     options = dict(dataset=dict(count=48, bad=8, rank=1))
-    assert run_ranks(call, 2, (tmp_path,), options) == [4, 4]
+    assert run_ranks(partial(jobs.train, **options), 2, tmp_path) == [4, 4]
 
 
 LOSES_RESULTS = pytest.mark.skipif(
@@ -101,9 +97,7 @@ def test_validation_of_fewer_samples_than_ranks_loses_none(tmp_path, round_up):
         dataset=dict(type='Some', count=1),
         sampler=dict(type='DefaultSampler', shuffle=False, round_up=round_up),
     )
-    options = dict(val_dataloader=loader)
-    found = run_ranks(call, 3, (tmp_path,), options)
-    assert found == [1, 1, 1]
+    assert run_ranks(partial(jobs.train, val_dataloader=loader), 3, tmp_path) == [1, 1, 1]
 
 
 def test_validation_without_samples_on_one_rank(tmp_path):

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from mmengine.config import Config
-from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 
 import mmdevplug
-from tests.jobs import ROOT
+from tests.jobs import ROOT, note
 
 FOLDER = ROOT / 'configs' / 'llama_lora'
 SMALL = {
@@ -39,18 +38,6 @@ def llama_config(accelerator, work_dir, name='llama_lora.py', **options):
     return cfg
 
 
-class Losses(Hook):
-    """Remembers what was logged of every iteration."""
-
-    priority = 'LOWEST'
-
-    def __init__(self):
-        self.seen = []
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        self.seen.append(runner.message_hub.get_scalar('train/loss').current())
-
-
 def weights_of(model):
     """The state dict as arrays of their own, which training leaves as they are."""
     return {name: value.cpu().float().numpy().copy() for name, value in model.state_dict().items()}
@@ -65,12 +52,14 @@ def train_llama(accelerator, work_dir, name='llama_lora.py', options=None):
     """
     runner = RUNNERS.build(llama_config(accelerator, work_dir, name, **(options or {})))
     before = weights_of(runner.model)
-    losses = Losses()
-    runner.register_hook(losses)
+    scalars = runner.message_hub
+    losses = note(
+        runner, 'after_train_iter', lambda *_, **__: scalars.get_scalar('train/loss').current()
+    )
     runner.train()
     named = [*runner.model.named_parameters(), *runner.model.named_buffers()]
     return dict(
-        losses=losses.seen,
+        losses=losses,
         bits_per_byte=runner.message_hub.get_scalar('val/bits_per_byte').current(),
         before=before,
         after=weights_of(runner.model),

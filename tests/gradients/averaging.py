@@ -5,18 +5,7 @@ import os
 import torch
 from torch import nn
 
-from tests.jobs import weights_of
-
-
-def start(accelerator, timeout=60):
-    """Start the process group on a device; returns its context."""
-    from mmdevplug import init_device
-    from tests.columns import backend_of
-    from tests.jobs import install_card
-
-    install_card(accelerator)
-    backend = backend_of(accelerator)
-    return init_device('pytorch', accelerator, forced_backend=backend, timeout=timeout)
+from tests.jobs import start, weights_of
 
 
 def rank():
@@ -27,6 +16,12 @@ def net(width=8):
     """The same on all ranks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
+
+
+def deep(layers=12, width=128):
+    """The same on all ranks: layers of one width."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
 
 
 def wrap(module, **options):
@@ -50,3 +45,22 @@ def gradients(wrapper):
         name: None if p.grad is None else p.grad.detach().cpu().numpy()
         for name, p in wrapper.module.named_parameters()
     }
+
+
+def shared_sums(wrapper):
+    """How many sums were in memory that ranks of a host share."""
+    sums = wrapper.averaging.setting.group.sums
+    return 0 if sums is None else sums.count
+
+
+def allocations(accelerator):
+    """The shared memory of each of three iterations: its sizes in bytes, and which it is."""
+    context = start(accelerator)
+    wrapper = wrap(deep(layers=16, width=512))
+    found = []
+    for step in range(3):
+        wrapper.zero_grad()
+        wrapper(batch(step, context.device, 512)).square().mean().backward()
+        sums = wrapper.averaging.setting.group.sums
+        found.append([(len(each.memory), id(each.memory)) for each in sums.parts])
+    return found

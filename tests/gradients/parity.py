@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import nn
 
-from tests.jobs import checkpoint
+from tests.jobs import checkpoint, largest_difference, start
 
 
 def _data(rank, step, *shape):
@@ -255,13 +255,9 @@ def compare_all(accelerator):
     from torch import distributed as torch_dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from mmdevplug import DeviceDistributedDataParallel, init_device
-    from tests.columns import backend_of
-    from tests.jobs import install_card, largest_difference
+    from mmdevplug import DeviceDistributedDataParallel
 
-    install_card(accelerator)
-    backend = backend_of(accelerator)
-    context = init_device('pytorch', accelerator, forced_backend=backend, timeout=60)
+    context = start(accelerator)
     rank = torch_dist.get_rank()
     # That of all ranks may refuse tensors of the host.
     host_group = torch_dist.new_group(backend='gloo')

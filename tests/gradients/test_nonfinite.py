@@ -1,5 +1,7 @@
 """NaN and infinite gradients: found, named, and answered by all ranks alike."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -8,9 +10,9 @@ from torch import nn
 from mmdevplug.distributed.nonfinite import names_of_nonfinite, scale_and_check
 from mmdevplug.errors import ModelError
 from tests.columns import CUDA, NATIVE, job_of
-from tests.gradients.averaging import batch, gradients, net, rank, start, weights, wrap
-from tests.jobs import largest_difference, needs_scaler
-from tests.ranks import RanksFailed, run_ranks
+from tests.gradients.averaging import batch, gradients, net, rank, weights, wrap
+from tests.jobs import largest_difference, needs_scaler, start
+from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
 
 devices = pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 every_device = pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
@@ -45,13 +47,11 @@ def train(accelerator, policy, bad_step=2, steps=5, value=float('nan'), **option
 @every_device
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
 def test_stop_names_rank_and_parameter_on_all_ranks(accelerator, value):
-    job = job_of(accelerator)
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(train, 2, accelerator, 'stop', 2, 5, value, together=True, **job)
-    errors = raised.value.errors
+    job = dict(job_of(accelerator), together=True)
+    errors = errors_of_ranks(train, 2, accelerator, 'stop', 2, 5, value, **job)
     assert sorted(errors) == [0, 1]
     count = '1 NaN, 0 Inf of 32' if value != value else '0 NaN, 1 Inf of 32'
-    for kind, message, _ in errors.values():
+    for kind, message in errors.values():
         assert kind == 'ModelError'
         assert f'rank 1: 2.weight ({count})' in message
         assert 'rank 0' not in message
@@ -67,11 +67,7 @@ def test_stop_is_the_default_where_gradients_pass_through_the_host(accelerator):
 @devices
 def test_bad_gradients_are_named_when_they_are_compressed_too(accelerator):
     with pytest.raises(RanksFailed, match=r'rank 1: 2.weight \(1 NaN, 0 Inf of 32\)'):
-        run_ranks(train_compressed, 2, accelerator)
-
-
-def train_compressed(accelerator):
-    train(accelerator, 'stop', grad_compression='bf16')
+        run_ranks(partial(train, grad_compression='bf16'), 2, accelerator, 'stop')
 
 
 def ignoring(accelerator):

@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from mmdevplug.errors import ModelError
 from mmdevplug.gradients.unused_parameters import refuse_unreduced
-from tests.columns import NATIVE, backend_of, job_of
+from tests.columns import NATIVE, job_of
 from tests.features.parts import TinyGAN
 from tests.hooks.memory_jobs import build, config
-from tests.jobs import install_card, torch_before
-from tests.ranks import RanksFailed, run_ranks
+from tests.jobs import start, torch_before
+from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
 
 
 @MODELS.register_module(force=True)
@@ -44,11 +44,9 @@ def train(work_dir, accelerator, model):
 
 def train_parts(accelerator):
     """The child ``generator`` has a parameter that no loss depends on."""
-    from mmdevplug import init_device
     from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
 
-    install_card(accelerator)
-    init_device('pytorch', accelerator, forced_backend=backend_of(accelerator), timeout=60)
+    start(accelerator)
     model = TinyGAN()
     model.generator.register_parameter('spare', nn.Parameter(torch.ones(1)))
     wrapper = DeviceSeparateDistributedDataParallel(model)
@@ -82,16 +80,15 @@ CASES = {
 )
 def test_the_error_names_the_parameters_and_the_option(tmp_path, accelerator, case):
     model = CASES[case]
-    together = model['left_out_on'] == [0, 1]
-    with pytest.raises(RanksFailed) as failed:
-        run_ranks(train, 2, tmp_path, accelerator, model, together=together, **job_of(accelerator))
-    for rank, (kind, message, _) in failed.value.errors.items():
+    job = dict(job_of(accelerator), together=model['left_out_on'] == [0, 1])
+    errors = errors_of_ranks(train, 2, tmp_path, accelerator, model, **job)
+    for rank, (kind, message) in errors.items():
         blamed = rank if rank in model['left_out_on'] else 1 - rank
         assert kind == ('ModelError' if blamed == rank else 'RankFailedError')
         expected = f'parameters without a gradient on rank {blamed}: head.weight, head.bias. '
         assert expected in message.splitlines()[0]
         assert 'set find_unused_parameters=True, in model_wrapper_cfg' in message
-    assert set(model['left_out_on']) <= set(failed.value.errors)
+    assert set(model['left_out_on']) <= set(errors)
 
 
 @pytest.mark.parametrize('accelerator', ['cpu', NATIVE])

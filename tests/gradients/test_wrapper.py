@@ -8,7 +8,7 @@ from torch import nn
 from mmdevplug.accelerators import CPUAccelerator
 from tests.columns import needs_lazy
 from tests.jobs import install_card
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import errors_of_ranks, run_ranks
 
 
 def in_job(accelerator, check):
@@ -21,13 +21,6 @@ def in_job(accelerator, check):
 
 def run(accelerator, check, world_size=2, **options):
     return run_ranks(in_job, world_size, accelerator, check, **options)
-
-
-def refused(accelerator, check):
-    with pytest.raises(RanksFailed) as raised:
-        run(accelerator, check, together=True)
-    assert sorted(raised.value.errors) == [0, 1]
-    return raised.value.errors[1][:2]
 
 
 both = pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
@@ -67,38 +60,16 @@ def wrap_twice(context):
     DeviceDistributedDataParallel(DeviceDistributedDataParallel(nn.Linear(2, 2)))
 
 
-@both
-def test_a_wrapped_model_is_refused(accelerator):
-    kind, message = refused(accelerator, wrap_twice)
-    assert kind == 'ModelError'
-    assert 'wrapped already, in DeviceDistributedDataParallel' in message
-
-
 def wrap_frozen(context):
     from mmdevplug import DeviceDistributedDataParallel
 
     DeviceDistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
 
 
-@both
-def test_a_model_with_nothing_to_train_is_refused(accelerator):
-    kind, message = refused(accelerator, wrap_frozen)
-    assert kind == 'ModelError'
-    assert '2 parameters, all frozen' in message
-
-
 def wrap_with_unknown_option(context):
     from mmdevplug import DeviceDistributedDataParallel
 
     DeviceDistributedDataParallel(nn.Linear(2, 2), find_unused_paramters=True)
-
-
-@both
-def test_a_misspelt_option_is_refused(accelerator):
-    kind, message = refused(accelerator, wrap_with_unknown_option)
-    assert kind == 'TypeError'
-    assert 'find_unused_paramters' in message
-    assert "did you mean 'find_unused_parameters'?" in message
 
 
 class StaysOnHost(nn.Linear):
@@ -112,11 +83,46 @@ def wrap_immovable(context):
     DeviceDistributedDataParallel(nn.Sequential(nn.Linear(2, 2), StaysOnHost(2, 2)))
 
 
-def test_a_parameter_that_stays_behind_is_named():
-    kind, message = refused('zeta', wrap_immovable)
-    assert kind == 'ModelError'
-    assert '1.weight on cpu' in message
-    assert 'zeta:1' in message
+def sparse(context):
+    from mmdevplug.distributed.staged_groups import staged_counterpart
+    from mmdevplug.gradients.lazy_staging import LazyStaging
+
+    # No lazy device has sparse kernels, so the host itself is staged here.
+    module = nn.Embedding(8, 4, sparse=True)
+    staging = LazyStaging(list(module.named_parameters()), CPUAccelerator(), staged_counterpart())
+    outputs = module(torch.tensor([1, 2]))
+    staging.prepare(outputs, synchronize=True)
+    outputs.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ('accelerator', 'check', 'kind', 'told'),
+    [
+        *(
+            (accelerator, *refused)
+            for accelerator in ('cpu', 'zeta')
+            for refused in (
+                (wrap_twice, 'ModelError', ['wrapped already, in DeviceDistributedDataParallel']),
+                (wrap_frozen, 'ModelError', ['2 parameters, all frozen']),
+                (
+                    wrap_with_unknown_option,
+                    'TypeError',
+                    ['find_unused_paramters', "did you mean 'find_unused_parameters'?"],
+                ),
+            )
+        ),
+        ('zeta', wrap_immovable, 'ModelError', ['1.weight on cpu', 'zeta:1']),
+        ('cpu', sparse, 'ModelError', ["'weight'"]),
+    ],
+    ids=lambda value: (
+        ' '.join(value) if isinstance(value, list) else getattr(value, '__name__', None)
+    ),
+)
+def test_what_is_refused_on_all_ranks(accelerator, check, kind, told):
+    errors = errors_of_ranks(in_job, 2, accelerator, check, together=True)
+    assert sorted(errors) == [0, 1]
+    assert errors[1][0] == kind
+    assert all(words in errors[1][1] for words in told), errors[1][1]
 
 
 def use_ddp_only_methods(context):
@@ -138,24 +144,6 @@ def test_methods_of_ddp_are_refused_where_gradients_wait_for_the_end():
         for (kind, message), method in zip(found, ['join', 'register_comm_hook']):
             assert kind == 'ModelError'
             assert f"{method}() needs PyTorch's DDP" in message
-
-
-def sparse(context):
-    from mmdevplug.distributed.staged_groups import staged_counterpart
-    from mmdevplug.gradients.lazy_staging import LazyStaging
-
-    # No lazy device has sparse kernels, so the host itself is staged here.
-    module = nn.Embedding(8, 4, sparse=True)
-    staging = LazyStaging(list(module.named_parameters()), CPUAccelerator(), staged_counterpart())
-    outputs = module(torch.tensor([1, 2]))
-    staging.prepare(outputs, synchronize=True)
-    outputs.sum().backward()
-
-
-def test_a_sparse_gradient_is_named():
-    kind, message = refused('cpu', sparse)
-    assert kind == 'ModelError'
-    assert "'weight'" in message
 
 
 def test_needs_a_process_group():

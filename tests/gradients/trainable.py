@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from tests.gradients.averaging import rank, start
-from tests.jobs import weights_of
+from tests.gradients.averaging import rank
+from tests.jobs import start, weights_of
 
 STEPS = 6
 

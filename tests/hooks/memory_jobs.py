@@ -13,7 +13,7 @@ from torch import nn
 
 from mmdevplug.hooks import memory_hook
 from tests.columns import backend_of
-from tests.jobs import install_card
+from tests.jobs import install_card, log_of
 
 ITERATIONS = 140
 
@@ -119,12 +119,6 @@ def build(*args, **kwargs):
     cfg = config(*args, **kwargs)
     install_card(cfg['accelerator']['type'])
     return RUNNERS.build(Config(cfg))
-
-
-def log_of(work_dir):
-    """The text log of the only run in a folder."""
-    (path,) = Path(work_dir).glob('*/*.log')
-    return path.read_text()
 
 
 def train_and_read_log(work_dir, *args, **kwargs):

@@ -10,7 +10,7 @@ from typing import Dict, Tuple
 import torch
 from torch import nn
 
-from tests.jobs import checkpoint
+from tests.jobs import checkpoint, start
 
 CHANNELS = 4
 
@@ -148,18 +148,13 @@ def run_all(accelerator):
     """Run every case on this rank."""
     from torch import distributed as torch_dist
 
-    from mmdevplug import init_device
     from mmdevplug.model import norm_layers
     from mmdevplug.model.frozen_bn import give_frozen_gradients
     from mmdevplug.model.move import move_module
     from mmdevplug.model.norm_layers import convert_norm_layers
     from mmdevplug.model.sync_bn import DeviceSyncBatchNorm
-    from tests.columns import backend_of
-    from tests.jobs import install_card
 
-    install_card(accelerator)
-    backend = backend_of(accelerator)
-    context = init_device('pytorch', accelerator, forced_backend=backend, timeout=60)
+    context = start(accelerator)
     rank, ranks = torch_dist.get_rank(), torch_dist.get_world_size()
     norm_layers.torch_sync_bn_works = lambda *_: False  # ours, also where PyTorch's works
     found = {}

@@ -190,8 +190,8 @@ def test_one_device_holds_all():
 # uneven plans -------------------------------------------------------------------------------
 
 
-def many(widths, count):
-    return nn.Sequential(*(nn.Linear(widths, 1, bias=False) for _ in range(count)))
+def many(width, count):
+    return layers(*[width] * count)
 
 
 @pytest.mark.parametrize('strategy', ['balanced', 'dynamic'])

@@ -1,8 +1,8 @@
 """Models over several cards of a stand-in, against the same training on one."""
 
 import logging
-import os
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +10,9 @@ import torch
 from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
 from tests.columns import CUDA, within
-from tests.features.rows import Told
-from tests.jobs import ROOT, install_card, largest_difference, load_file
+from tests.jobs import ROOT, install_card, largest_difference, load_file, log_of, messages_of
 from tests.parallel_jobs import STEPS, build, train
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
 
 SEGMENTOR = pytest.param('segmentor', marks=pytest.mark.operators)
 KINDS = ['classifier', 'llama', 'tied_llama', SEGMENTOR]
@@ -103,11 +102,10 @@ def train_beside_the_host(accelerator, work_dir):
     """On one card, and on a card and the host."""
     limits = {f'{accelerator}:0': '4KB'}
     parallel = dict(devices=[f'{accelerator}:0', 'cpu'], exclude_cpu=False, max_memory=limits)
-    told = Told()
-    logging.getLogger('accelerate').addHandler(told)
-    one = train('classifier', accelerator, f'{work_dir}/one')
-    two = train('classifier', accelerator, f'{work_dir}/two', 2, parallel=parallel)
-    return one, two, told.messages
+    with messages_of(logging.getLogger('accelerate')) as told:
+        one = train('classifier', accelerator, f'{work_dir}/one')
+        two = train('classifier', accelerator, f'{work_dir}/two', 2, parallel=parallel)
+    return one, two, told
 
 
 @pytest.mark.parametrize('accelerator', ['zeta', CUDA])
@@ -131,17 +129,13 @@ def test_frozen_weights_are_kept_in_the_precision_that_is_computed_in(tmp_path):
 # data parallel over groups of devices ------------------------------------------------------------
 
 
-def train_two_each(kind, work_dir, options):
-    return train(kind, 'zeta', work_dir, 2, **options)
-
-
 @pytest.mark.parametrize('kind', ['llama', SEGMENTOR])
 def test_two_ranks_of_two_devices_each_are_one_device_with_all_the_data(tmp_path, kind):
     options = {}
     if kind == 'segmentor':  # whose statistics are those of all ranks
         options = dict(sync_bn='auto')
     (one,) = run_ranks(train, 0, kind, 'zeta', tmp_path / 'one')
-    found = run_ranks(train_two_each, 2, kind, tmp_path / 'two', options)
+    found = run_ranks(partial(train, **options), 2, kind, 'zeta', tmp_path / 'two', 2)
     for rank, result in enumerate(found):
         assert result['strategy'] == 'data_and_model_parallel'
         assert result['devices'] == [f'zeta:{2 * rank}', f'zeta:{2 * rank + 1}']
@@ -182,25 +176,18 @@ def test_checkpoints_know_no_devices(tmp_path, before, after, dropout):
 # what the log and the runner say -----------------------------------------------------------------
 
 
-def log_of(work_dir, parallel, memory=None):
+def logged(work_dir, parallel, memory=None):
     install_card('zeta')
     if memory is not None:
         torch.zeta.set_limit(memory)
     runner = build('classifier', 'zeta', work_dir, model_parallel=parallel, log_level='INFO')
     if memory is None:
         runner.train()
-    (log,) = [
-        os.path.join(folder, name)
-        for folder, _, names in os.walk(work_dir)
-        for name in names
-        if name.endswith('.log')
-    ]
-    with open(log) as file:
-        return file.read(), [str(device) for device in runner.device_context.devices]
+    return log_of(work_dir), [str(device) for device in runner.device_context.devices]
 
 
 def test_the_strategy_is_logged_once_with_its_plan(tmp_path):
-    ((log, devices),) = run_ranks(log_of, 0, str(tmp_path), dict(enable=True, devices=2))
+    ((log, devices),) = run_ranks(logged, 0, str(tmp_path), dict(enable=True, devices=2))
     assert devices == ['zeta:0', 'zeta:1']
     assert log.count('Training strategy') == 1
     assert 'model_parallel' in log
@@ -210,7 +197,7 @@ def test_the_strategy_is_logged_once_with_its_plan(tmp_path):
 
 def test_an_uneven_plan_is_warned_of_once(tmp_path):
     whole = dict(enable=True, devices=2, no_split=['blocks'])
-    ((log, _),) = run_ranks(log_of, 0, str(tmp_path), whole)
+    ((log, _),) = run_ranks(logged, 0, str(tmp_path), whole)
     told = re.findall(r'WARNING - (The plan of SpreadClassifier is uneven: .*)', log)
     assert len(told) == 1
     assert 'blocks of' in told[0]
@@ -225,14 +212,14 @@ def test_an_uneven_plan_is_warned_of_once(tmp_path):
     ],
 )
 def test_none_depends_on_what_training_needs(tmp_path, memory, count, words):
-    ((log, devices),) = run_ranks(log_of, 0, str(tmp_path), dict(enable=None), memory)
+    ((log, devices),) = run_ranks(logged, 0, str(tmp_path), dict(enable=None), memory)
     assert len(devices) == count
     assert words in log
 
 
 def test_none_takes_one_device_where_the_model_has_too_few_parts(tmp_path):
     ((log, devices),) = run_ranks(
-        log_of, 0, str(tmp_path), dict(enable=None, no_split=['SpreadClassifier'])
+        logged, 0, str(tmp_path), dict(enable=None, no_split=['SpreadClassifier'])
     )
     assert devices == ['zeta:0']
     assert 'cannot be spread: 1 blocks for 4 devices' in log
@@ -267,9 +254,10 @@ def test_what_cannot_be_is_refused_before_the_model_is_built(tmp_path, parallel,
 
 
 def test_all_ranks_refuse_together(tmp_path):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(refused, 3, str(tmp_path), dict(enable=True, devices=2), together=True)
-    for kind, message, _ in raised.value.errors.values():
+    errors = errors_of_ranks(
+        refused, 3, str(tmp_path), dict(enable=True, devices=2), together=True
+    )
+    for kind, message in errors.values():
         assert kind == 'PlacementError'
         assert '3 process(es) on this host with 2 device(s) each need 6' in message
 

@@ -91,8 +91,3 @@ def interrupted(work_dir, stop_at=None, **options):
         accelerator__register=REGISTER,
         **options,
     )
-
-
-def resumed(work_dir):
-    """Go on with an interrupted training."""
-    return interrupted(work_dir, resume=True)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -18,7 +19,6 @@ from tests.opencl.jobs import (
     alone,
     interrupted,
     normalize,
-    resumed,
     segment,
     together,
 )
@@ -88,7 +88,7 @@ def test_killed_and_resumed_to_the_bit(tmp_path):
     whole = run_ranks(interrupted, 2, tmp_path / 'whole', environ=ENVIRON)
     with pytest.raises(RanksFailed, match='died'):
         run_ranks(interrupted, 2, tmp_path / 'killed', 8, environ=ENVIRON)
-    again = run_ranks(resumed, 2, tmp_path / 'killed', environ=ENVIRON)
+    again = run_ranks(partial(interrupted, resume=True), 2, tmp_path / 'killed', environ=ENVIRON)
     for expected, found in zip(whole, again):
         assert found['iter'] == 12
         assert largest_difference(expected['weights'], found['weights']) == 0.0

@@ -9,7 +9,7 @@ from mmengine.runner.amp import autocast  # bound before any runner exists, as m
 from torch import nn
 
 from mmdevplug.examples.digits import DigitsClassifier
-from tests.jobs import PLAIN, cpu_pools_bfloat16, digits_config, install_card, weights_of
+from tests.jobs import PLAIN, cpu_pools_bfloat16, digits_config, install_card, trained_weights
 
 #: 22 iterations each; what they do to MMEngine's `optim_wrapper`.
 SCENARIOS = {
@@ -67,10 +67,9 @@ def train(accelerator, work_dir, optim_wrapper=None, watch=False, **options):
     if watch:
         runner.register_hook(watching)
     runner.train()
-    model = getattr(runner.model, 'module', runner.model)
     norms = runner.message_hub.log_scalars.get('train/grad_norm')
     return dict(
-        weights=weights_of(model),
+        weights=trained_weights(runner),
         norms=None if norms is None else norms.data[0],
         wrapper=type(runner.optim_wrapper).__name__,
         scales=watching.scales,

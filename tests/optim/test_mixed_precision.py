@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from mmengine.config import Config, ConfigDict
+from mmengine.logging import MMLogger
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
@@ -19,9 +20,18 @@ from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
     use_amp,
 )
-from tests.columns import CUDA, NATIVE, amp_wrapper, backend_of, job_of
+from tests.columns import CUDA, NATIVE, amp_wrapper, job_of
 from tests.commands import python
-from tests.jobs import PATHS, ROOT, install_card, largest_difference, load_file, needs_scaler
+from tests.jobs import (
+    PATHS,
+    ROOT,
+    install_card,
+    largest_difference,
+    load_file,
+    messages_of,
+    needs_scaler,
+    start,
+)
 from tests.optim.scenarios import cast_inside, train
 from tests.ranks import run_ranks
 
@@ -55,11 +65,7 @@ def test_all_ranks_skip_the_step_in_which_one_overflowed(tmp_path, accelerator, 
 
 def scale_what_nobody_averages(accelerator):
     """Parameters that every rank keeps for itself; rank 0 overflows, and then no rank."""
-    from mmdevplug import init_device
-
-    install_card(accelerator)
-    backend = backend_of(accelerator)
-    context = init_device('pytorch', accelerator, forced_backend=backend, timeout=60)
+    context = start(accelerator)
     return [_scale(context, overflows_on) for overflows_on in (0, None)]
 
 
@@ -118,19 +124,10 @@ def test_loss_scale_means_what_it_means_in_mmengine(on_cpu):
 
 @pytest.mark.parametrize('dtype', ['bfloat16', torch.bfloat16, None])
 def test_bfloat16_scales_nothing_and_says_what_it_ignores(on_cpu, dtype):
-    messages = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    from mmengine.logging import MMLogger
-
-    logger = MMLogger.get_current_instance()
-    logger.addHandler(handler)
-    try:
+    with messages_of(MMLogger.get_current_instance(), logging.WARNING) as messages:
         wrapper = build(dtype=dtype)
         assert messages == []
         build(dtype=dtype, loss_scale=512.0)
-    finally:
-        logger.removeHandler(handler)
     assert len(messages) == 1
     assert 'optim_wrapper.loss_scale=512.0 is ignored' in messages[0]
     assert isinstance(wrapper, AmpOptimWrapper)

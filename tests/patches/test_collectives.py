@@ -7,16 +7,13 @@ import torch
 import torch.distributed.nn
 from torch import distributed as torch_dist
 
-from tests.jobs import install_card, need_card, torch_before
+from tests.jobs import install_card, need_card, start, torch_before
 from tests.ranks import run_ranks
 
 
 def call_all(accelerator):
     """What a model may call, with tensors of the device; the results as lists."""
-    from mmdevplug import init_device
-
-    install_card(accelerator)
-    context = init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
+    context = start(accelerator)
     rank, device = context.env.rank, context.device
     found = {}
 
@@ -90,15 +87,14 @@ def test_collectives_of_models_on_torch_xla():
 # in three ranks, compared with the CPU -----------------------------------------------------------
 
 
-def start(accelerator):
+def start_with(accelerator):
     """This rank's number, and a function that puts a tensor on its device."""
-    from mmdevplug import init_device
+    context = start(accelerator)
 
-    install_card(accelerator)
-    context = init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
-    return context.env.rank, lambda *values, **kwargs: torch.tensor(values, **kwargs).to(
-        context.device
-    )
+    def put(*values, **kwargs):
+        return torch.tensor(values, **kwargs).to(context.device)
+
+    return context.env.rank, put
 
 
 def contents(*tensors):
@@ -114,7 +110,7 @@ def check_as_on_the_cpu(function):
 
 def pass_by_groups(accelerator):
     """Call collectives of groups that overlap, in all ranks, as PyTorch allows it."""
-    rank, put = start(accelerator)
+    rank, put = start_with(accelerator)
     left, right = torch_dist.new_group([0, 1]), torch_dist.new_group([1, 2])
     first, second, third = put(rank + 1.0), put(rank + 1.0), put(rank + 1.0)
     parts = [put(0.0), put(0.0)]
@@ -140,7 +136,7 @@ def test_a_rank_passes_by_a_group_that_it_is_not_in():
 
 def send_all_kinds(accelerator):
     """Sum up tensors of many types and layouts, and reduce them in every way."""
-    rank, put = start(accelerator)
+    rank, put = start_with(accelerator)
     found = {}
 
     def reduce(name, tensor, op='SUM', shown=None):
@@ -170,7 +166,7 @@ def test_types_layouts_and_operations():
 
 def send_to_one(accelerator):
     """Collectives in which ranks have different parts."""
-    rank, put = start(accelerator)
+    rank, put = start_with(accelerator)
     found = {}
     total = put(rank + 1.0)
     torch_dist.reduce(total, 1)
@@ -206,7 +202,7 @@ def test_ranks_with_different_parts():
 
 def go_backward(accelerator):
     """Collectives that backward goes through, as losses over the features of all ranks."""
-    rank, put = start(accelerator)
+    rank, put = start_with(accelerator)
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # newer releases have other names for them

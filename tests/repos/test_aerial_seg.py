@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mmengine.config import Config
 
-from tests.jobs import ROOT, largest_difference, weights_of
+from tests.jobs import ROOT, largest_difference, trained_weights
 from tests.ranks import run_ranks
 from tests.repos.training import T20_STANDIN, Recorder, build_runner
 
@@ -55,12 +55,11 @@ def train_example(name, work_dir, options):
     recorder = Recorder()
     runner.register_hook(recorder)
     runner.train()
-    model = runner.model.module
     return dict(
         losses=[step['loss'] for step in recorder.losses],
         miou=float(recorder.metrics[-1]['mIoU']) if recorder.metrics else None,
-        device=str(next(model.parameters()).device),
-        weights=weights_of(model),
+        device=str(next(runner.model.parameters()).device),
+        weights=trained_weights(runner),
         batch=runner.train_dataloader.batch_size,
     )
 

@@ -4,15 +4,19 @@ What they are compared with is mmdet on MMEngine's own runner, in one process on
 whole batch. Two ranks get pictures with equally many boxes, see :func:`tests.repos.coco.boxes_of`.
 """
 
-from pathlib import Path
-
 import pytest
 
-from tests.columns import device_of, job_of
+from tests.columns import device_of
 from tests.jobs import largest_difference, load_file
 from tests.ranks import run_ranks
 from tests.repos.coco import faster_rcnn, make_coco, retinanet
-from tests.repos.training import ITERATIONS, mean_losses, run_script, train_all, write_config
+from tests.repos.training import (
+    ITERATIONS,
+    WITHOUT_WORKERS,
+    mean_losses,
+    run_tools_train,
+    write_config,
+)
 
 MODELS = dict(retinanet=retinanet, faster_rcnn=faster_rcnn)
 
@@ -39,35 +43,6 @@ pytestmark = pytest.mark.timeout(600)
 def recipes(mmcv_operators, tmp_path_factory):
     root = make_coco(tmp_path_factory.mktemp('coco'))
     return {name: recipe(root) for name, recipe in MODELS.items()}
-
-
-@pytest.fixture(scope='module')
-def stock(recipes, tmp_path_factory):
-    (found,) = run_ranks(train_all, 0, recipes, 'stock', tmp_path_factory.mktemp('stock'))
-    return found
-
-
-@pytest.fixture(scope='module')
-def trained(recipes, tmp_path_factory):
-    """For a case: what each rank found."""
-    jobs = {}
-
-    def of(case):
-        if case not in jobs:
-            accelerator, ranks, name = case
-            folder = tmp_path_factory.mktemp('_'.join(map(str, case)))
-            jobs[case] = run_ranks(
-                train_all,
-                ranks,
-                {name: recipes[name]},
-                accelerator,
-                folder,
-                timeout=580,
-                **job_of(accelerator, ranks),
-            )
-        return jobs[case]
-
-    return of
 
 
 @every_case
@@ -121,22 +96,8 @@ def test_each_rank_is_on_its_device(trained, case):
             assert found[name]['wrapper'] == 'DeviceDistributedDataParallel'
 
 
-def run_tools_train(config, work_dir):
-    import mmdet
-
-    options = [f'{name}.num_workers=0' for name in ('train_dataloader', 'val_dataloader')]
-    options += [name.replace('num_workers=0', 'persistent_workers=False') for name in options]
-    options += ['train_dataloader.batch_size=2', 'train_dataloader.sampler.shuffle=False']
-    script = Path(mmdet.__file__).with_name('.mim') / 'tools' / 'train.py'
-    run_script(
-        script,
-        [config, '--work-dir', work_dir, '--launcher', 'pytorch']
-        + ['--cfg-options', 'randomness.seed=0', *options],
-    )
-
-
 def test_tools_train_of_mmdet_itself(recipes, stock, tmp_path):
     config = write_config(tmp_path / 'config.py', recipes['retinanet'], 'cpu')
-    run_ranks(run_tools_train, 2, config, tmp_path / 'work')
+    run_ranks(run_tools_train, 2, 'mmdet', config, tmp_path / 'work', *WITHOUT_WORKERS)
     saved = load_file(tmp_path / 'work' / 'epoch_2.pth')['state_dict']
     assert largest_difference(saved, stock['retinanet']['weights']) <= 2e-3

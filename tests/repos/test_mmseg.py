@@ -4,15 +4,21 @@ What they are compared with is mmseg on MMEngine's own runner, in one process on
 whole batch.
 """
 
-from pathlib import Path
-
 import pytest
+from mmengine.runner import Runner
 
-from tests.columns import NATIVE, device_of, job_of
+from tests.columns import NATIVE, device_of
 from tests.jobs import largest_difference, load_file
 from tests.ranks import run_ranks
 from tests.repos.segmentation import deeplabv3plus, make_cityscapes, segformer
-from tests.repos.training import ITERATIONS, mean_losses, run_script, train_all, write_config
+from tests.repos.training import (
+    ITERATIONS,
+    WITHOUT_WORKERS,
+    mean_losses,
+    run_tools,
+    run_tools_train,
+    write_config,
+)
 
 #: Accelerator, number of ranks (0 is one process without a launcher) and model. SegFormer is
 #: tested on sliding windows, DeepLabV3+ has two heads: each is trained on an eager and on a lazy
@@ -38,35 +44,6 @@ pytestmark = pytest.mark.timeout(600)
 def recipes(mmcv_operators, tmp_path_factory):
     root = make_cityscapes(tmp_path_factory.mktemp('data') / 'cityscapes')
     return dict(segformer=segformer(root), deeplabv3plus=deeplabv3plus(root))
-
-
-@pytest.fixture(scope='module')
-def stock(recipes, tmp_path_factory):
-    (found,) = run_ranks(train_all, 0, recipes, 'stock', tmp_path_factory.mktemp('stock'))
-    return found
-
-
-@pytest.fixture(scope='module')
-def trained(recipes, tmp_path_factory):
-    """For a case: what each rank found."""
-    jobs = {}
-
-    def of(case):
-        if case not in jobs:
-            accelerator, ranks, name = case
-            folder = tmp_path_factory.mktemp('_'.join(map(str, case)))
-            jobs[case] = run_ranks(
-                train_all,
-                ranks,
-                {name: recipes[name]},
-                accelerator,
-                folder,
-                timeout=580,
-                **job_of(accelerator, ranks),
-            )
-        return jobs[case]
-
-    return of
 
 
 @every_case
@@ -125,26 +102,12 @@ def test_each_rank_is_on_its_device(trained, case):
             assert found[name]['wrapper'] == 'DeviceDistributedDataParallel'
 
 
-def run_tools_train(config, work_dir):
-    import mmseg
-
-    options = [f'{name}.num_workers=0' for name in ('train_dataloader', 'val_dataloader')]
-    options += [name.replace('num_workers=0', 'persistent_workers=False') for name in options]
-    options += ['train_dataloader.batch_size=2', 'train_dataloader.sampler.shuffle=False']
-    script = Path(mmseg.__file__).with_name('.mim') / 'tools' / 'train.py'
-    run_script(
-        script,
-        [config, '--work-dir', work_dir, '--launcher', 'pytorch']
-        + ['--cfg-options', 'randomness.seed=0', *options],
-    )
-
-
 @pytest.fixture(scope='module')
 def by_script(recipes, tmp_path_factory):
     """The config and the work directory of a training by mmseg's script."""
     folder = tmp_path_factory.mktemp('script')
     config = write_config(folder / 'config.py', recipes['segformer'], 'cpu')
-    run_ranks(run_tools_train, 2, config, folder / 'work')
+    run_ranks(run_tools_train, 2, 'mmseg', config, folder / 'work', *WITHOUT_WORKERS)
     return config, folder / 'work'
 
 
@@ -155,15 +118,11 @@ def test_tools_train_of_mmseg_itself(by_script, stock):
 
 def run_tools_test(config, checkpoint, work_dir):
     """Run the script that calls ``Runner.from_cfg``; which runners were built, and the metrics."""
-    import mmseg
-    from mmengine.runner import Runner
-
     built = []
     test = Runner.test
     Runner.test = lambda runner: built.append((type(runner).__name__, test(runner)))
     try:
-        script = Path(mmseg.__file__).with_name('.mim') / 'tools' / 'test.py'
-        run_script(script, [config, checkpoint, '--work-dir', work_dir])
+        run_tools('mmseg', 'test.py', config, checkpoint, '--work-dir', work_dir)
     finally:
         Runner.test = test
     return built

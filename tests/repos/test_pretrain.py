@@ -4,14 +4,12 @@ What they are compared with is mmpretrain on MMEngine's own runner, in one proce
 the whole batch.
 """
 
-from pathlib import Path
-
 import pytest
 
 from tests.jobs import largest_difference, load_file
 from tests.ranks import run_ranks
 from tests.repos.imagenet import make_imagenet, resnet18, vision_transformer
-from tests.repos.training import ITERATIONS, mean_losses, run_script, train_all, write_config
+from tests.repos.training import ITERATIONS, mean_losses, run_tools_train, train_all, write_config
 
 # mmpretrain needs torchvision, which is where torch_xla is.
 pytestmark = [pytest.mark.xla, pytest.mark.long, pytest.mark.timeout(600)]
@@ -24,12 +22,6 @@ TWO_DEVICES = dict(CPU_NUM_DEVICES='2')
 def recipes(tmp_path_factory):
     root = make_imagenet(tmp_path_factory.mktemp('imagenet'))
     return {name: recipe(root) for name, recipe in MODELS.items()}
-
-
-@pytest.fixture(scope='module')
-def stock(recipes, tmp_path_factory):
-    (found,) = run_ranks(train_all, 0, recipes, 'stock', tmp_path_factory.mktemp('stock'))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -61,24 +53,12 @@ def test_trains_as_one_process(recipes, stock, tmp_path, accelerator, ranks, dev
             assert found['tested'] == found['metrics']
 
 
-def run_tools_train(config, work_dir):
-    import mmpretrain
-
-    loaders = [f'{kind}_dataloader' for kind in ('train', 'val', 'test')]
-    # Its defaults are kept: workers that stay, and memory that is pinned where it can be.
-    options = [f'{loader}.num_workers=1' for loader in loaders]
-    options += ['train_dataloader.batch_size=2', 'train_dataloader.sampler.shuffle=False']
-    script = Path(mmpretrain.__file__).with_name('.mim') / 'tools' / 'train.py'
-    run_script(
-        script,
-        [config, '--work-dir', work_dir, '--launcher', 'pytorch']
-        + ['--cfg-options', 'randomness.seed=0', *options],
-    )
-
-
 @pytest.mark.parametrize('accelerator', ['cpu', 'xla'])
 def test_tools_train_of_mmpretrain_itself(recipes, stock, tmp_path, accelerator):
     config = write_config(tmp_path / 'config.py', recipes['vit'], accelerator)
-    run_ranks(run_tools_train, 2, config, tmp_path / 'work', environ=TWO_DEVICES, timeout=580)
+    # Its defaults are kept: workers that stay, and memory that is pinned where it can be.
+    options = [f'{kind}_dataloader.num_workers=1' for kind in ('train', 'val', 'test')]
+    job = dict(environ=TWO_DEVICES, timeout=580)
+    run_ranks(run_tools_train, 2, 'mmpretrain', config, tmp_path / 'work', *options, **job)
     saved = load_file(tmp_path / 'work' / 'epoch_2.pth')['state_dict']
     assert largest_difference(saved, stock['vit']['weights']) <= 5e-3

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Dict, Tuple
 
@@ -22,7 +23,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
-from tests.jobs import base_config_of, install_card, weights_of
+from tests.jobs import base_config_of, install_card, trained_weights
 
 T20_STANDIN = str(Path(__file__).parents[2] / 'standins' / 't20')
 
@@ -172,11 +173,11 @@ def train_ours(recipe: Recipe, accelerator: str, folder: Path) -> Dict[str, Any]
     path = write_config(folder / f'rank_{rank}' / 'ours.py', recipe, accelerator)
     runner = build_runner(load_config(path, recipe, folder / 'ours'))
     found = _train(runner)
-    model = getattr(runner.model, 'module', runner.model)
-    found.update(device=str(next(model.parameters()).device), wrapper=type(runner.model).__name__)
+    device = str(next(runner.model.parameters()).device)
+    found.update(device=device, wrapper=type(runner.model).__name__)
     files = sorted((folder / 'ours').glob('*.pth'), key=lambda file: int(file.stem.split('_')[-1]))
     found['files'] = [file.name for file in files]
-    del runner, model
+    del runner
 
     half = dict(resume=True, load_from=str(files[0]))
     runner = build_runner(load_config(path, recipe, folder / 'resumed', **half))
@@ -240,11 +241,10 @@ def _train(runner: Runner) -> Dict[str, Any]:
     recorder = Recorder()
     runner.register_hook(recorder)
     runner.train()
-    model = getattr(runner.model, 'module', runner.model)
     return dict(
         losses=recorder.losses,
         metrics=recorder.metrics[-1] if recorder.metrics else {},
-        weights=weights_of(model),
+        weights=trained_weights(runner),
     )
 
 
@@ -267,6 +267,27 @@ def run_script(script: Path, arguments: list) -> None:
         runpy.run_path(str(script), run_name='__main__')
     finally:
         sys.argv = before
+
+
+def run_tools(library: str, name: str, *arguments: Any) -> None:
+    """Run a script of ``tools`` that a library brings along."""
+    (folder,) = find_spec(library).submodule_search_locations
+    run_script(Path(folder) / '.mim' / 'tools' / name, list(arguments))
+
+
+def run_tools_train(library: str, config: Path, work_dir: Path, *options: str) -> None:
+    """Train by a library's own script in a rank, with a batch of two and without shuffling."""
+    arguments = [config, '--work-dir', work_dir, '--launcher', 'pytorch', '--cfg-options']
+    arguments += ['train_dataloader.batch_size=2', 'train_dataloader.sampler.shuffle=False']
+    run_tools(library, 'train.py', *arguments, 'randomness.seed=0', *options)
+
+
+#: For configs whose loaders have workers that stay.
+WITHOUT_WORKERS = [
+    f'{split}_dataloader.{option}'
+    for split in ('train', 'val')
+    for option in ('num_workers=0', 'persistent_workers=False')
+]
 
 
 def mean_losses(ranks: list, name: str, key: str = 'losses', loss: str = 'loss') -> list:

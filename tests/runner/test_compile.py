@@ -15,7 +15,7 @@ from mmengine.runner.amp import autocast
 
 from tests.features.parts import FeatureNet
 from tests.features.rows import row_config
-from tests.jobs import ROOT, largest_difference, torch_before, weights_of
+from tests.jobs import ROOT, largest_difference, messages_of, torch_before, trained_weights
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -57,18 +57,20 @@ def train_compiled(compile_cfg, work_dir, row='sgd', **options):
     for key, value in options.items():
         cfg[key] = value
     runner = DeviceRunner.from_cfg(cfg)
-    told = []
     torch._logging.set_logs(graph_breaks=True)
     log = logging.getLogger('torch._dynamo.symbolic_convert.__graph_breaks')
-    log.handlers = [logging.Handler()]
-    log.handlers[0].emit = lambda record: told.append(record.getMessage())
-    runner.train()
+    log.handlers.clear()
+    with messages_of(log) as told:
+        runner.train()
     places = re.findall('in user code at (.*)', '\n'.join(told))
     assert bool(places) == bool(compile_cfg)
     package = os.path.dirname(sys.modules['mmdevplug'].__file__)
     assert not [place for place in places if place.startswith(package)], places
-    model = getattr(runner.model, 'module', runner.model)
-    return weights_of(model), counters['stats']['unique_graphs'], sorted(counters['graph_break'])
+    return (
+        trained_weights(runner),
+        counters['stats']['unique_graphs'],
+        sorted(counters['graph_break']),
+    )
 
 
 @pytest.mark.skipif(shutil.which('gcc') is None, reason='inductor needs a C++ compiler')
@@ -122,14 +124,10 @@ def test_parameter_groups_of_a_config_are_compiled(tmp_path):
     options = dict(optim_wrapper=dict(type='OptimWrapper', **groups))
     found = []
     for compile_cfg in (False, dict(backend='aot_eager')):
-        args = compile_cfg, tmp_path / str(bool(compile_cfg)), options
-        found += run_ranks(train_with_options, 0, *args)
+        args = compile_cfg, tmp_path / str(bool(compile_cfg))
+        found += run_ranks(partial(train_compiled, **options), 0, *args)
     assert found[1][1] > 0
     assert largest_difference(found[0][0], found[1][0]) <= 1e-4
-
-
-def train_with_options(compile_cfg, work_dir, options):
-    return train_compiled(compile_cfg, work_dir, **options)
 
 
 def test_mmengines_autocast_is_replaced_on_every_device_where_a_model_is_compiled():

@@ -13,7 +13,6 @@ from mmdevplug.cli.train import build_parser
 from mmdevplug.errors import DevPlugError
 from tests.commands import python
 from tests.data.jobs import build
-from tests.hooks.memory_jobs import log_of
 from tests.jobs import (
     PATHS,
     PLAIN,
@@ -21,6 +20,7 @@ from tests.jobs import (
     digits_config,
     install_card,
     largest_difference,
+    log_of,
     torch_before,
     weights_of,
 )
@@ -131,13 +131,13 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
     assert not folder.exists()
 
 
-def dump_config(work_dir):
+def build_digits(work_dir):
     cfg = digits_config('cpu', work_dir, **PLAIN)
     RUNNERS.build(cfg)
 
 
 def test_the_dumped_config_builds_our_runner_by_itself(tmp_path):
-    run_ranks(dump_config, 0, tmp_path)
+    run_ranks(build_digits, 0, tmp_path)
     (dumped,) = tmp_path.glob('*.py')
     script = (
         'from mmengine.config import Config; from mmengine.registry import RUNNERS\n'
@@ -202,15 +202,9 @@ def test_flexible_runner_is_refused_in_one_sentence(tmp_path):
     assert all("expected runner_type='DeviceRunner'" in text for text in found)
 
 
-def one_log(work_dir):
-    cfg = digits_config('cpu', work_dir, **PLAIN)
-    RUNNERS.build(cfg)
-
-
 def test_one_log_line_says_which_accelerator_and_why(tmp_path):
-    run_ranks(one_log, 2, tmp_path)
-    (log,) = tmp_path.glob('*/*.log')
-    lines = [line for line in log.read_text().splitlines() if "accelerator 'cpu'" in line]
+    run_ranks(build_digits, 2, tmp_path)
+    lines = [line for line in log_of(tmp_path).splitlines() if "accelerator 'cpu'" in line]
     assert len(lines) == 1
     assert "accelerator.type='cpu'" in lines[0]
     assert "backend 'gloo'" in lines[0]

@@ -1,15 +1,13 @@
 """Training where the collective backend takes tensors of its own device alone."""
 
 import os
-import subprocess
-import sys
 from functools import lru_cache
 
 import pytest
 
 from tests.checkpoint.training import train as train_noisy
-from tests.commands import python
-from tests.jobs import PLAIN, ROOT, largest_difference, train_digits
+from tests.commands import CLI, python, run
+from tests.jobs import PLAIN, ROOT, largest_difference, log_of, train_digits
 from tests.native import CARDS, native_environment, needs_native, run_native
 from tests.parallel_jobs import train as train_spread
 from tests.ranks import run_ranks
@@ -23,11 +21,6 @@ def jobs(always, long=()):
     """Cards and numbers of ranks: those that run always, and the rest."""
     rest = [pytest.param(*case, marks=pytest.mark.long) for case in long]
     return pytest.mark.parametrize(('name', 'ranks'), [*always, *rest])
-
-
-def log_of(folder):
-    (log,) = folder.glob('*/*.log')
-    return log.read_text()
 
 
 # digits -----------------------------------------------------------------------------------------
@@ -227,15 +220,10 @@ def test_the_command_trains_two_ranks_where_mmengine_sees_no_npu(tmp_path):
     config = ROOT / 'configs' / 'digits' / 'digits.py'
     options = ['train_cfg.max_epochs=1', 'train_cfg.val_interval=1']
     options += ['val_evaluator.collect_device=gpu']
-    done = subprocess.run(
-        [sys.executable, '-m', 'mmdevplug.cli.main', 'train', str(config)]
-        + ['--accelerator', 'npu', '--nproc', '2', '--work-dir', str(tmp_path)]
-        + ['--cfg-options', *options],
+    done = run(
+        *(*CLI, 'train', config, '--accelerator', 'npu', '--nproc', '2', '--work-dir', tmp_path),
+        *('--cfg-options', *options),
         env=native_environment('npu', OMP_NUM_THREADS='1', NPU_COMPILE_MODE='early'),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     text = log_of(tmp_path)

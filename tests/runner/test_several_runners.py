@@ -10,7 +10,7 @@ from torch import distributed as torch_dist
 from mmdevplug.accelerators import context_of, device_context, enter_rank_device, rank_context
 from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.errors import LaunchError
-from tests.jobs import PLAIN, digits_config, install_card, largest_difference, weights_of
+from tests.jobs import PLAIN, digits_config, install_card, largest_difference, trained_weights
 from tests.ranks import run_ranks
 
 JOBS = pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 2), ('zeta', 2)])
@@ -51,19 +51,19 @@ def train(accelerator, work_dir, hooks=()):
     runner = build(accelerator, work_dir, hooks)
     runner.train()
     assert device_context() is runner.device_context
-    return weights_of(getattr(runner.model, 'module', runner.model))
+    return trained_weights(runner)
 
 
 def train_twice_as_long(accelerator, work_dir):
     runner = build(accelerator, work_dir)
     runner.train()
     iterations = runner.iter
-    weights = weights_of(getattr(runner.model, 'module', runner.model))
+    weights = trained_weights(runner)
     first = {name: value.copy() for name, value in weights.items()}
     runner.train_loop._max_epochs = 2
     runner.train()
     assert runner.iter == 2 * iterations
-    return first, weights_of(getattr(runner.model, 'module', runner.model))
+    return first, trained_weights(runner)
 
 
 @JOBS

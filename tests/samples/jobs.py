@@ -6,8 +6,7 @@ import os
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from tests.columns import backend_of
-from tests.jobs import install_card
+from tests.jobs import start
 
 from .values import Answer, Rollout, bits, pools
 
@@ -19,15 +18,6 @@ IN_STEP = dict(
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-
-
-def start(accelerator='cpu', timeout=60):
-    """This rank's place in the job."""
-    from mmdevplug import init_device
-
-    install_card(accelerator)
-    backend = backend_of(accelerator)
-    return init_device('pytorch', accelerator, forced_backend=backend, timeout=timeout)
 
 
 def all_agree(truth, group=None):

@@ -5,9 +5,8 @@ import threading
 import pytest
 import torch
 
+from tests.jobs import start
 from tests.ranks import run_ranks
-
-from .jobs import start
 
 
 def exchange(name, samples, group=None, **options):

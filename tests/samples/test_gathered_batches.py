@@ -11,9 +11,9 @@ from mmdevplug.errors import SampleError
 from mmdevplug.samples import gather_samples, stack_samples
 from mmdevplug.samples.structures import describe_samples
 from tests.columns import NATIVE, device_of, job_of
+from tests.jobs import start
 from tests.ranks import run_ranks
 
-from .jobs import start
 from .values import Answer, Rollout, bits
 
 

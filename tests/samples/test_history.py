@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from mmdevplug.errors import DeviceMismatchError
+from tests.jobs import start
 from tests.ranks import run_ranks
-
-from .jobs import start
 
 
 def groups_of(rank):

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from mmdevplug.samples import gather_samples
-from tests.ranks import RanksFailed, run_ranks
+from tests import jobs
+from tests.ranks import errors_of_ranks, run_ranks
 
 
 def start(timeout=60):
-    from mmdevplug import init_device
     from mmdevplug.fault_tolerance import failure_watch
 
     failure_watch.REPORT_SECONDS = 2.0
-    init_device('pytorch', 'cpu', timeout=timeout)
-    return int(os.environ['RANK'])
+    return jobs.start(timeout=timeout).env.rank
 
 
 def sample(rank, accident, where='generate', rounds=2, **options):
@@ -41,9 +40,7 @@ def sample(rank, accident, where='generate', rounds=2, **options):
 
 
 def errors_of(function, world_size, *args):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(function, world_size, *args, timeout=90, together=True)
-    return raised.value.errors
+    return errors_of_ranks(function, world_size, *args, timeout=90, together=True)
 
 
 def fail():
@@ -57,8 +54,8 @@ def sample_and_fail(where):
 @pytest.mark.parametrize('where', ['generate', 'is_valid'])
 def test_an_error_of_one_rank_ends_all_with_its_name(where):
     errors = errors_of(sample_and_fail, 2, where)
-    assert errors[1][:2] == ('ValueError', 'the reward is NaN')
-    kind, message, _ = errors[0]
+    assert errors[1] == ('ValueError', 'the reward is NaN')
+    kind, message = errors[0]
     assert kind == 'RankFailedError'
     expected = f'rank 1 of 2 failed in {where}(), resample 1: ValueError: the reward is NaN'
     assert expected in message
@@ -76,7 +73,7 @@ def sample_and_fail_to_collate():
 
 def test_a_batch_that_one_rank_cannot_make_ends_all():
     errors = errors_of(sample_and_fail_to_collate, 2)
-    assert errors[0][:2] == ('IndexError', 'list index out of range')
+    assert errors[0] == ('IndexError', 'list index out of range')
     assert errors[1][0] in ('Died', 'RankFailedError')
 
 
@@ -88,7 +85,7 @@ def test_a_rank_that_is_killed_is_named():
     errors = errors_of(sample_and_die, 4)
     assert errors.pop(1)[0] == 'Died'
     assert sorted(errors) == [0, 2, 3]
-    for kind, message, _ in errors.values():
+    for kind, message in errors.values():
         assert kind == 'RankFailedError'
         assert 'because of rank 1 of 4' in message
 
@@ -131,7 +128,7 @@ def sample_and_stay_away():
 def test_a_rank_that_hangs_is_given_up():
     errors = errors_of(sample_and_stay_away, 2)
     assert errors[1][0] == 'Died'
-    kind, message, _ = errors[0]
+    kind, message = errors[0]
     assert kind == 'RankFailedError'
     assert 'because of rank 1 of 2' in message
     assert "in 'generating, resample 1'" in message
@@ -144,8 +141,8 @@ def sample_too_little():
 
 def test_too_few_ends_all_ranks_with_the_same_message():
     errors = errors_of(sample_too_little, 2)
-    messages = {message for _, message, _ in errors.values()}
-    assert {kind for kind, _, _ in errors.values()} == {'SampleError'}
+    messages = {message for _, message in errors.values()}
+    assert {kind for kind, _ in errors.values()} == {'SampleError'}
     assert len(errors) == 2
     assert len(messages) == 1
     assert '0 of target=4 samples, 4 too few, after 2 resample(s)' in messages.pop()

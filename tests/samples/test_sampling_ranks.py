@@ -5,21 +5,13 @@ import os
 import pytest
 import torch
 
-from tests.columns import CUDA, NATIVE, backend_of, device_of, job_of
-from tests.jobs import install_card
-from tests.ranks import RanksFailed, run_ranks
+from tests.columns import CUDA, NATIVE, device_of, job_of
+from tests.jobs import start
+from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
 
 PER_GROUP, TARGET = 8, 64
 #: For each rank the valid groups of its rounds: 7 of 8 at first, and the last one on rank 0.
 VALID = [(2, 1, 2), (2, 0, 2), (1, 0, 2), (2, 0, 2)]
-
-
-def start(accelerator='cpu', timeout=60):
-    from mmdevplug import init_device
-
-    install_card(accelerator)
-    init_device('pytorch', accelerator, forced_backend=backend_of(accelerator), timeout=timeout)
-    return int(os.environ['RANK'])
 
 
 class Answers:
@@ -59,7 +51,7 @@ def replay(accelerator):
     from mmdevplug.accelerators import enter_rank_device
     from mmdevplug.samples import DynamicSampler, sampler as module
 
-    rank = start(accelerator)
+    rank = start(accelerator).env.rank
     lines = []
     module.log = lambda line, *_: lines.append(line)
     answers = Answers(VALID[rank])
@@ -151,7 +143,7 @@ def test_what_differs_in_length_is_a_list_for_each_sample(replayed):
 def sample_until_the_end(valid, options):
     from mmdevplug.samples import DynamicSampler
 
-    rank = start()
+    rank = start().env.rank
     answers = Answers(valid[rank])
     target = options.pop('target')
     sampler = DynamicSampler(answers.generate, answers.is_valid, target, 3, PER_GROUP, **options)
@@ -190,7 +182,7 @@ def sample_in_pairs():
     from mmdevplug.errors import SampleError
     from mmdevplug.samples import DynamicSampler
 
-    rank = start()
+    rank = start().env.rank
     pairs = [torch_dist.new_group([0, 2]), torch_dist.new_group([1, 3])]
     with pytest.raises(SampleError, match='is not in the process group'):
         DynamicSampler(list, bool, 16, group=pairs[1 - rank % 2])
@@ -214,14 +206,13 @@ def test_groups_of_ranks_have_pools_of_their_own():
 def sample_with_settings_of_each_rank():
     from mmdevplug.samples import DynamicSampler
 
-    answers = Answers([2] * (start() + 2))
+    answers = Answers([2] * (start().env.rank + 2))
     next(DynamicSampler(answers.generate, answers.is_valid, 32 + 16 * answers.rank, 3, PER_GROUP))
 
 
 def test_ranks_must_agree_on_what_they_want():
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(sample_with_settings_of_each_rank, 2, together=True)
-    for kind, message, _ in raised.value.errors.values():
+    errors = errors_of_ranks(sample_with_settings_of_each_rank, 2, together=True)
+    for kind, message in errors.values():
         assert kind == 'SampleError'
         assert 'target=48 on rank 1 of 2, but 32 on rank 0 of 2' in message
 

@@ -12,7 +12,15 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.utils.model import unwrap_model
 from tests.checkpoint import test_survival
-from tests.jobs import PATHS, PLAIN, digits_config, largest_difference, train_digits, weights_of
+from tests.jobs import (
+    PATHS,
+    PLAIN,
+    digits_config,
+    largest_difference,
+    train_digits,
+    train_plain,
+    weights_of,
+)
 from tests.model.test_move import gradients_of_hooked
 from tests.optim.scenarios import SCENARIOS, config, train as train_in_scenario
 from tests.ranks import run_ranks
@@ -221,12 +229,7 @@ def digits(torch_gcu, tmp_path_factory):
 @pytest.fixture(scope='module')
 def plain_on_host(tmp_path_factory):
     """The weights of one process on the CPU, without what is random."""
-    (found,) = run_ranks(train_digits_plain, 0, tmp_path_factory.mktemp('plain'))
-    return found
-
-
-def train_digits_plain(work_dir):
-    return train_digits('cpu', work_dir, **PLAIN)['weights']
+    return run_ranks(train_plain, 0, 'cpu', tmp_path_factory.mktemp('plain'))[0]['weights']
 
 
 @pytest.mark.parametrize('world_size', [0, 2])

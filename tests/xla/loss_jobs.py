@@ -7,7 +7,8 @@ import torch
 from mmengine.config import Config, ConfigDict
 from mmengine.registry import MODELS, DefaultScope
 
-from tests.xla.shape_jobs import detector, graphs
+from tests.xla.executions import counts as xla_counts
+from tests.xla.shape_jobs import detector
 
 SIZE, BATCH = 64, 2
 #: Of semantic segmentation.
@@ -260,15 +261,6 @@ def _built(config):
     torch.manual_seed(0)
     with DefaultScope.overwrite_default_scope('mmdet'):
         return MODELS.build(ConfigDict(copy.deepcopy(config)))  # heads change theirs
-
-
-def xla_counts():
-    """How many graphs torch_xla has executed and compiled."""
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
-
-    xm.wait_device_ops()
-    return (metrics.metric_data('ExecuteTime') or [0])[0], graphs()
 
 
 def largest_difference(one, other):

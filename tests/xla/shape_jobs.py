@@ -11,6 +11,9 @@ from mmengine.registry import DATASETS, MODELS, DefaultScope
 from torch import nn
 from torch.utils.data import Dataset
 
+from tests.jobs import messages_of, note
+from tests.xla.executions import Counts, counts
+
 SIZES = [(10 + number * 3 % 11, 12 + number * 5 % 13) for number in range(143)]
 
 
@@ -74,31 +77,6 @@ class OneConvolution(BaseModel):
         return dict(loss=loss)
 
 
-class Compilations(Hook):
-    """The number of compiled graphs after each iteration, and what was warned of."""
-
-    priority = 'LOWEST'
-
-    def __init__(self):
-        self.counts, self.executions, self.warnings, self.losses = [], [], [], []
-
-    def before_train(self, runner):
-        keep = logging.Handler(logging.WARNING)
-        keep.emit = lambda record: self.warnings.append(record.getMessage())
-        runner.logger.addHandler(keep)
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        import torch_xla.core.xla_model as xm
-        import torch_xla.debug.metrics as metrics
-
-        xm.wait_device_ops()
-        self.counts.append(graphs())
-        # The second is of graphs that are divided among chips.
-        kinds = [metrics.metric_data(n) for n in ('ExecuteTime', 'ExecuteReplicatedTime')]
-        self.executions.append(sum(data[0] for data in kinds if data))
-        self.losses.append(float(outputs['loss']))
-
-
 def segmentor():
     norm = dict(type='BN', requires_grad=True)
     return dict(
@@ -150,9 +128,7 @@ class Predictions(Hook):
 
 def graphs():
     """How many torch_xla has compiled so far."""
-    import torch_xla.debug.metrics as metrics
-
-    return (metrics.metric_data('CompileTime') or [0])[0]
+    return counts()[1]
 
 
 def validate(kind, work_dir, model, sizes, views=False, graphs=graphs, **accelerator):
@@ -199,8 +175,6 @@ def detect(kind, head, sizes, pad_to):
     Returns:
         dict: ``predictions`` (boxes and labels of each), ``counts`` of graphs, ``executions``.
     """
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
     from mmdet.structures import DetDataSample
     from mmdet.utils import register_all_modules
 
@@ -216,7 +190,7 @@ def detect(kind, head, sizes, pad_to):
     if pad_to is not None:
         install_padding(model, read_pad_to(pad_to))
     model = place_model(model, init_device('none', kind)).eval()
-    found, counts, executions = [], [], []
+    found, counted = [], []
     for number, size in enumerate(sizes):
         random = torch.Generator().manual_seed(number)
         image = torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=random)
@@ -225,10 +199,9 @@ def detect(kind, head, sizes, pad_to):
             (result,) = model.test_step(dict(inputs=[image], data_samples=[sample]))
         boxes = result.pred_instances
         found.append((boxes.bboxes.cpu().numpy(), boxes.labels.cpu().numpy()))
-        xm.wait_device_ops()
-        counts.append(graphs())
-        executions.append((metrics.metric_data('ExecuteTime') or [0])[0])
-    return dict(predictions=found, counts=counts, executions=executions)
+        counted.append(counts())
+    executions, compilations = zip(*counted)
+    return dict(predictions=found, counts=list(compilations), executions=list(executions))
 
 
 def detector(head):
@@ -317,14 +290,18 @@ def train(work_dir, kind='xla', count=24, model=None, scope='mmengine', dataset=
         launcher='pytorch' if 'RANK' in os.environ else 'none',
     )
     runner = DeviceRunner.from_cfg(Config(cfg))
-    seen = Compilations()
+    seen = Counts()
     runner.register_hook(seen)
-    runner.train()
+    # After it, as reading a loss may execute a graph.
+    losses = note(runner, 'after_train_iter', lambda *_, outputs, **__: float(outputs['loss']))
+    with messages_of(runner.logger, logging.WARNING) as told:
+        runner.train()
+    executions, compilations = zip(*seen.counted)
     logged = runner.message_hub.log_scalars.get('train/device/compiles')
     return dict(
-        counts=seen.counts,
-        executions=seen.executions,
-        losses=seen.losses,
-        warnings=[w for w in seen.warnings if 'warm-up' in w],
+        counts=list(compilations),
+        executions=list(executions),
+        losses=losses,
+        warnings=[line for line in told if 'warm-up' in line],
         logged=None if logged is None else logged.current(),
     )

@@ -5,6 +5,7 @@ import os
 from mmengine.hooks import Hook
 
 from tests.features.rows import row_config, train_config
+from tests.xla.executions import Counts, differences
 
 CHIPS = 2
 #: For a process that drives that many.
@@ -13,29 +14,6 @@ TWO_CHIPS = dict(environ=dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES=str(CHIPS)), ti
 SAVED = dict(
     default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=10, by_epoch=False))
 )
-
-
-class Executions(Hook):
-    """Counts graph executions and compilations of each iteration."""
-
-    priority = 'LOWEST'
-
-    def __init__(self):
-        self.counted = []
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        import torch_xla.core.xla_model as xm
-        from torch_xla.debug import metrics
-
-        xm.wait_device_ops()  # executions are counted when they end
-        names = 'ExecuteTime', 'ExecuteReplicatedTime', 'CompileTime'
-        one, all_chips, compiled = [(metrics.metric_data(n) or [0])[0] for n in names]
-        self.counted.append((one + all_chips, compiled))
-
-    def between(self, first, last):
-        """Executions and compilations of each of these iterations."""
-        kept = self.counted[first - 1 : last]
-        return [(b[0] - a[0], b[1] - a[1]) for a, b in zip(kept, kept[1:])]
 
 
 class Shares(Hook):
@@ -83,10 +61,11 @@ def train_rows_on_chips(names, folder, **changes):
     os.chdir(folder)
     found = {}
     for name in names:
-        counts, shares = Executions(), Shares()
+        counts, shares = Counts(), Shares()
         found[name] = train_config(spmd_config(name, folder, **changes), counts, shares)
+        executions, compilations = (differences(kind[11:17]) for kind in zip(*counts.counted))
         found[name].update(
-            executions=counts.between(12, 17), shares=(shares.weights, shares.states)
+            executions=list(zip(executions, compilations)), shares=(shares.weights, shares.states)
         )
     return found
 

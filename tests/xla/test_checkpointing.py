@@ -1,16 +1,14 @@
 """Segments of a model that run a second time during backward, on torch_xla and on the T20 path."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.gradients.parity import compare_all
 from tests.ranks import run_ranks
+from tests.xla.executions import counts
+from tests.xla.t20 import on_t20
 
 pytestmark = pytest.mark.xla
 
-STANDIN = str(Path(__file__).parents[2] / 'standins' / 't20')
 KINDS = (None, 'reentrant', 'non-reentrant')
 
 
@@ -24,8 +22,6 @@ def segment_gradients(kind, probability, seed=7):
     """
     import torch
     import torch_xla
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
     from torch import nn
     from torch.utils.checkpoint import checkpoint
 
@@ -39,7 +35,7 @@ def segment_gradients(kind, probability, seed=7):
     inputs = torch.randn(4, 8).to(device).requires_grad_()
     torch.xla.manual_seed(seed)
     accelerator.synchronize(device)
-    before = (metrics.metric_data('ExecuteTime') or [0])[0]
+    before, _ = counts()
     if kind is None:
         outputs = segment(inputs)
     else:
@@ -51,9 +47,7 @@ def segment_gradients(kind, probability, seed=7):
     if accelerator.name == 'xla':
         barriers = torch_xla._XLAC._get_xla_tensors_hlo(gradients).count('opt-barrier(')
     fetched = accelerator.copies.to_host(gradients)
-    xm.wait_device_ops()
-    executions = metrics.metric_data('ExecuteTime')[0] - before
-    return [gradient.numpy() for gradient in fetched], executions, barriers
+    return [gradient.numpy() for gradient in fetched], counts()[0] - before, barriers
 
 
 def all_kinds(accelerator, probability):
@@ -130,11 +124,6 @@ def nothing_at_import():
 
 def test_no_module_before_a_device_is_used():
     assert run_ranks(nothing_at_import, 0) == [False]
-
-
-def on_t20(function, *args):
-    sys.path.insert(0, STANDIN)
-    return function(*args)
 
 
 def t20_gradients(probability):

@@ -1,10 +1,13 @@
 """Checkpoints on lazy devices: resumed there, and taken from one kind of device to another."""
 
+from functools import partial
+
 import pytest
 
-from tests.checkpoint.training import train
+from tests.checkpoint.training import build, train
 from tests.jobs import largest_difference
 from tests.ranks import RanksFailed, run_ranks
+from tests.xla.executions import cost_of, train_counted
 
 pytestmark = pytest.mark.xla
 
@@ -15,11 +18,8 @@ TWO_DEVICES = dict(CPU_NUM_DEVICES='2')
 
 
 def run(world_size, work_dir, **options):
-    return run_ranks(_train, world_size, work_dir, options, environ=TWO_DEVICES)
-
-
-def _train(work_dir, options):
-    return train(work_dir, **dict(dict(by_epoch=False, checkpoint=EVERY_THIRD), **options))
+    options = dict(dict(by_epoch=False, checkpoint=EVERY_THIRD), **options)
+    return run_ranks(partial(train, **options), world_size, work_dir, environ=TWO_DEVICES)
 
 
 def interrupted(world_size, work_dir, first, second, die_at=10, **options):
@@ -72,22 +72,6 @@ def test_from_one_device_to_another(tmp_path, first, second, world_size):
 
 def count_executions(work_dir, hooks):
     """Executions of each iteration that saves, and of each that does not."""
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
-    from mmengine.hooks import Hook
-
-    from tests.checkpoint.training import build
-
-    seen = []
-
-    class Counts(Hook):
-        priority = 'LOWEST'
-
-        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-            xm.wait_device_ops()
-            data = metrics.metric_data('ExecuteTime')
-            seen.append(data[0] if data else 0)
-
     runner = build(
         work_dir,
         'xla',
@@ -99,9 +83,7 @@ def count_executions(work_dir, hooks):
         val_evaluator=None,
         train_cfg=dict(by_epoch=False, max_iters=24),
     )
-    runner.register_hook(Counts())
-    runner.train()
-    steps = [b - a for a, b in zip(seen, seen[1:])]
+    steps, _ = cost_of(train_counted(runner))
     saving = [step for index, step in enumerate(steps, 2) if index % 3 == 0]
     return saving[2:], [step for index, step in enumerate(steps, 2) if index % 3][4:]
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.xla.executions import counts
 
 pytestmark = pytest.mark.xla
 
@@ -16,9 +17,8 @@ def attend(kind):
     Returns:
         tuple: The output and gradients; executions of the second time; operators of the host.
     """
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
     from mmcv.ops import MultiScaleDeformableAttention
+    from torch_xla.debug import metrics
 
     from mmdevplug import init_device
     from mmdevplug.model.place_model import place_model
@@ -36,8 +36,7 @@ def attend(kind):
     executions = []
     for _ in range(2):
         if kind == 'xla':
-            xm.wait_device_ops()
-            executions.append((metrics.metric_data('ExecuteTime') or [0])[0])
+            executions.append(counts()[0])
         layer.zero_grad()
         sizes = [torch._shape_as_tensor(each)[2:].to(each.device) for each in maps]
         value = torch.cat([each.flatten(2).transpose(1, 2) for each in maps], 1)
@@ -50,8 +49,7 @@ def attend(kind):
         found.square().sum().backward()
         context.materialize()
     if kind == 'xla':
-        xm.wait_device_ops()
-        executions.append(metrics.metric_data('ExecuteTime')[0])
+        executions.append(counts()[0])
     on_host = [name for name in metrics.counter_names() if 'grid_sampler' in name]
     results = [found.detach(), *(p.grad for p in layer.parameters())]
     return [part.cpu() for part in results], executions[-1:], executions[-2:-1], on_host

@@ -7,10 +7,10 @@ from mmengine.config import Config
 from mmengine.registry import DATASETS
 from torch.utils.data import Dataset
 
-from tests.jobs import largest_difference, weights_of
+from tests.jobs import largest_difference, trained_weights, weights_of
 from tests.ranks import run_ranks
+from tests.xla.executions import differences, train_counted
 from tests.xla.loss_jobs import batch, trained_detector, two_stage_detector
-from tests.xla.shape_jobs import Compilations
 
 pytestmark = pytest.mark.xla
 
@@ -106,21 +106,14 @@ def train(kind, name, work_dir, resumed=None):
         log_level='WARNING',
     )
     runner = DeviceRunner.from_cfg(Config(cfg))
-    seen = Compilations()
-    runner.register_hook(seen)
-    runner.train()
+    executions, compilations = zip(*train_counted(runner))
     (ema,) = [hook.ema_model for hook in runner.hooks if hasattr(hook, 'ema_model')]
-    model = getattr(runner.model, 'module', runner.model)
     return dict(
-        weights=weights_of(model),
+        weights=trained_weights(runner),
         ema=weights_of(ema),
-        executions=differences(seen.executions),
-        compilations=differences(seen.counts),
+        executions=differences(executions),
+        compilations=differences(compilations),
     )
-
-
-def differences(counts):
-    return [after - before for before, after in zip(counts, counts[1:])]
 
 
 @pytest.mark.operators

@@ -6,6 +6,7 @@ import pytest
 
 from tests.features.rows import row_config
 from tests.ranks import run_ranks
+from tests.xla.executions import cost_of, train_counted
 
 pytestmark = pytest.mark.xla
 
@@ -44,23 +45,8 @@ def register_own_loop():
 
 
 def count_executions(names, work_dir):
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
-    from mmengine.hooks import Hook
-
     from mmdevplug.runner import DeviceRunner
     from tests.features import parts  # noqa: F401
-
-    class Counts(Hook):
-        priority = 'LOWEST'
-
-        def __init__(self):
-            self.seen = []
-
-        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-            xm.wait_device_ops()  # executions are counted when they end
-            found = [metrics.metric_data(name) for name in ('ExecuteTime', 'CompileTime')]
-            self.seen.append([data[0] if data else 0 for data in found])
 
     os.chdir(work_dir)
     result = {}
@@ -73,12 +59,7 @@ def count_executions(names, work_dir):
         cfg.default_hooks.logger = dict(type='LoggerHook', interval=1)
         runner = DeviceRunner.from_cfg(cfg)
         runner.logger.handlers.clear()
-        counts = Counts()
-        runner.register_hook(counts)
-        runner.train()
-        warm = counts.seen[4:]
-        executions = [b[0] - a[0] for a, b in zip(warm, warm[1:])]
-        result[name] = (executions, warm[-1][1] - warm[0][1])
+        result[name] = cost_of(train_counted(runner)[4:])
     return result
 
 

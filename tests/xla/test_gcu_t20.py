@@ -1,25 +1,14 @@
 """The T20 code path of ``gcu``, verified on a stand-in: the vendor's interface on torch_xla."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.jobs import PLAIN, ROOT, digits_config, largest_difference, train_digits
+from tests.jobs import PLAIN, ROOT, digits_config, largest_difference, train_digits, train_plain
 from tests.ranks import run_ranks
+from tests.xla.t20 import on_t20, with_calls
 
 pytestmark = pytest.mark.xla
-
-STANDIN = str(Path(__file__).parents[2] / 'standins' / 't20')
-
-
-def with_standin(function, *args):
-    sys.path.insert(0, STANDIN)
-    result = function(*args)
-    import t20_card
-
-    return result, dict(t20_card.calls)
 
 
 def look():
@@ -38,7 +27,7 @@ def look():
 
 def test_cards_are_xla_devices():
     (((count, message), calls),) = run_ranks(
-        with_standin, 0, look, environ=dict(TOPS_VISIBLE_DEVICES='0,1,2')
+        with_calls, 0, look, environ=dict(TOPS_VISIBLE_DEVICES='0,1,2')
     )
     assert count == 3
     assert '3 gcu device(s)' in message
@@ -55,7 +44,7 @@ def train_as_shipped(work_dir):
 
 def test_ranks_are_each_on_their_card(tmp_path):
     # `make test-t20` trains this on eight cards.
-    results = run_ranks(with_standin, 2, train_as_shipped, tmp_path, timeout=280)
+    results = run_ranks(with_calls, 2, train_as_shipped, tmp_path, timeout=280)
     assert results[0][0]['accuracy'] >= 97.0
     for rank, (result, calls) in enumerate(results):
         assert result['device'] == f'xla:{rank}'
@@ -75,13 +64,9 @@ def test_ranks_are_each_on_their_card(tmp_path):
         )
 
 
-def train_plain(accelerator, work_dir):
-    return train_digits(accelerator, work_dir, **PLAIN)
-
-
 def test_weights_equal_those_of_one_process_on_the_cpu(tmp_path):
     (expected,) = run_ranks(train_plain, 0, 'cpu', tmp_path / 'cpu')
-    for result, _ in run_ranks(with_standin, 2, train_plain, 'gcu', tmp_path / 'gcu'):
+    for result, _ in run_ranks(with_calls, 2, train_plain, 'gcu', tmp_path / 'gcu'):
         assert largest_difference(result['weights'], expected['weights']) <= 1e-4
 
 
@@ -103,13 +88,12 @@ def stock_runner(work_dir):
 
 
 def test_stock_runner_leaves_the_model_on_the_cpu(tmp_path):
-    for (local_rank, message), _ in run_ranks(with_standin, 2, stock_runner, tmp_path):
+    for (local_rank, message), _ in run_ranks(with_calls, 2, stock_runner, tmp_path):
         assert f'device_ids [{local_rank}]' in message
         assert "device(type='cpu')" in message
 
 
 def missing_names():
-    sys.path.insert(0, STANDIN)
     from tests.t20.test_interface import read_names, resolve
 
     missing = []
@@ -123,4 +107,4 @@ def missing_names():
 
 
 def test_the_vendors_interface_is_whole_on_torch_xla():
-    assert run_ranks(missing_names, 0) == [[]]
+    assert run_ranks(on_t20, 0, missing_names) == [[]]

@@ -4,21 +4,18 @@ import re
 
 import pytest
 
-from tests.hooks.memory_jobs import build, log_of
+from tests.hooks.memory_jobs import build
+from tests.jobs import log_of
 from tests.ranks import run_ranks
+from tests.xla.executions import counts
 
 pytestmark = pytest.mark.xla
 
 
 def train_and_count(work_dir, options):
     """Train; return executions, compilations and the log."""
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
-
     build(work_dir, 'xla', **options).train()
-    xm.wait_device_ops()
-    counts = [(metrics.metric_data(name) or [0])[0] for name in ('ExecuteTime', 'CompileTime')]
-    return counts, log_of(work_dir)
+    return counts(), log_of(work_dir)
 
 
 def test_watching_runs_and_compiles_nothing(tmp_path):

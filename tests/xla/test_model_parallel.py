@@ -1,12 +1,12 @@
 """Models over several lazy devices of one process, against the same training on one."""
 
-import sys
-
 import pytest
 
-from tests.jobs import ROOT, largest_difference
+from tests.jobs import largest_difference
 from tests.parallel_jobs import STEPS, train
 from tests.ranks import run_ranks
+from tests.xla.executions import Counts, cost_of
+from tests.xla.t20 import with_calls
 
 pytestmark = pytest.mark.xla
 
@@ -53,22 +53,12 @@ def test_weights_are_those_of_one_device(tmp_path, kind, counts):
 
 def train_counted(work_dir):
     """Clipping, accumulation and EMA on one device and on two, and what each iteration cost."""
-    import torch_xla.debug.metrics as metrics
-    from mmengine.hooks import Hook
-
-    class Counts(Hook):
-        priority = 'LOWEST'
-
-        def after_train_iter(self, *args, **kwargs):
-            found = [metrics.metric_data(name) for name in ('ExecuteTime', 'CompileTime')]
-            totals.append([0 if data is None else data[0] for data in found])
+    hooks = []
 
     def prepare(runner):
-        runner.register_hook(Counts())
-        metrics.clear_metrics()
-        totals.clear()
+        hooks.append(Counts())
+        runner.register_hook(hooks[-1])
 
-    totals = []
     options = dict(
         optim_wrapper__clip_grad=CLIP,
         optim_wrapper__accumulative_counts=2,
@@ -79,45 +69,39 @@ def train_counted(work_dir):
         train('classifier', 'xla', f'{work_dir}/{count}', count, prepare=prepare, **options)
         for count in (1, 2)
     )
-    steps = [[b - a for a, b in zip(*pair)] for pair in zip(totals, totals[1:])]
-    return one['weights'], two['weights'], steps
+    return one['weights'], two['weights'], hooks[-1].counted
 
 
 def test_clipping_accumulation_and_ema_and_what_they_cost(tmp_path):
-    ((one, two, steps),) = run_ranks(train_counted, 0, str(tmp_path), environ=FOUR_DEVICES)
+    ((one, two, counted),) = run_ranks(train_counted, 0, str(tmp_path), environ=FOUR_DEVICES)
     assert largest_difference(one, two) <= TOLERANCE
-    executions, compilations = zip(*steps[-7:-1])  # the last one ends the run
-    assert set(compilations) == {0}, str(steps)
+    executions, compilations = cost_of(counted[-8:-1])  # the last one ends the run
+    assert len(executions) == 6
+    assert compilations == 0, str(counted)
     # A few for each cut, forward and back, and none for each of the parameters.
     assert max(executions) <= 10
 
 
 def train_on_t20(work_dir):
     """On stand-ins of the vendor's cards, which are lazy devices of another package."""
-    sys.path.insert(0, str(ROOT / 'standins' / 't20'))
-    found = [
+    return [
         train('classifier', 'gcu', f'{work_dir}/{count}', count, optim_wrapper__clip_grad=CLIP)
         for count in (1, 2)
     ]
-    import t20_card
-
-    return found, dict(t20_card.calls)
 
 
 def test_t20_standins(tmp_path):
-    (((one, two), calls),) = run_ranks(train_on_t20, 0, str(tmp_path), environ=FOUR_DEVICES)
+    (((one, two), calls),) = run_ranks(
+        with_calls, 0, train_on_t20, str(tmp_path), environ=FOUR_DEVICES
+    )
     assert two['devices'] == ['xla:0', 'xla:1']
     assert largest_difference(one['weights'], two['weights']) <= TOLERANCE
     assert calls['sync_lived_tensor'] > 0
 
 
-def train_two_each(work_dir):
-    return train('llama', 'xla', work_dir, 2)
-
-
 def test_two_ranks_of_two_devices_are_one_device_with_all_the_data(tmp_path):
     ((one,),) = run_ranks(train_on, 0, 'llama', str(tmp_path), (1,), {}, environ=FOUR_DEVICES)
-    found = run_ranks(train_two_each, 2, tmp_path / 'two', environ=FOUR_DEVICES)
+    found = run_ranks(train, 2, 'llama', 'xla', tmp_path / 'two', 2, environ=FOUR_DEVICES)
     for rank, result in enumerate(found):
         assert result['strategy'] == 'data_and_model_parallel'
         assert result['devices'] == [f'xla:{2 * rank}', f'xla:{2 * rank + 1}']

@@ -1,21 +1,16 @@
 """Clipping, mixed precision and accumulation on lazy devices: results, and what they cost."""
 
-import sys
-
 import numpy as np
 import pytest
+from mmengine.registry import RUNNERS
 
 from tests.jobs import largest_difference
 from tests.optim.scenarios import SCENARIOS, cast_inside, config, train, train_all
-from tests.ranks import RanksFailed, run_ranks
-from tests.xla.test_gcu_t20 import STANDIN
+from tests.ranks import errors_of_ranks, run_ranks
+from tests.xla.executions import cost_of, train_counted
+from tests.xla.t20 import on_t20
 
 pytestmark = pytest.mark.xla
-
-
-def with_standin(function, *args):
-    sys.path.insert(0, STANDIN)
-    return function(*args)
 
 
 @pytest.fixture(scope='module')
@@ -29,7 +24,7 @@ def found(request, tmp_path_factory):
     accelerator, ranks = request.param
     folder = tmp_path_factory.mktemp(accelerator)
     return run_ranks(
-        with_standin, ranks, train_all, accelerator, folder, environ=dict(CPU_NUM_DEVICES='2')
+        on_t20, ranks, train_all, accelerator, folder, environ=dict(CPU_NUM_DEVICES='2')
     )
 
 
@@ -64,32 +59,12 @@ def test_logged_norm_is_that_of_its_iteration(expected, found, scenario):
 
 def count_executions(accelerator, work_dir, optim_wrapper, **options):
     """Executions and compilations of each iteration, with everything on that costs some."""
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
-    from mmengine.hooks import Hook
-    from mmengine.registry import RUNNERS
-
-    class Counts(Hook):
-        priority = 'LOWEST'
-
-        def __init__(self):
-            self.seen = []
-
-        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-            xm.wait_device_ops()  # executions are counted when they end
-            found = [metrics.metric_data(name) for name in ('ExecuteTime', 'CompileTime')]
-            self.seen.append([data[0] if data else 0 for data in found])
-
     cfg = config(accelerator, work_dir, optim_wrapper, **options)
     cfg.custom_hooks = [dict(type='EMAHook')]
     runner = RUNNERS.build(cfg)
-    counts = Counts()
-    runner.register_hook(counts)
-    runner.train()
+    counted = train_counted(runner)
     assert len(runner.message_hub.get_scalar('train/grad_norm').data[0]) >= 11
-    after_warm_up = counts.seen[6:]
-    executions = [b[0] - a[0] for a, b in zip(after_warm_up, after_warm_up[1:])]
-    return executions, after_warm_up[-1][1] - after_warm_up[0][1]
+    return cost_of(counted[6:])
 
 
 EVERYTHING = dict(type='AmpOptimWrapper', dtype='bfloat16', clip_grad=dict(max_norm=0.2))
@@ -102,7 +77,7 @@ def test_executions_with_everything_on(tmp_path, accelerator, ranks, counts):
     # Clipping, mixed precision, accumulation, averaged weights, a schedule, a log line each time.
     optim_wrapper = dict(EVERYTHING, accumulative_counts=counts)
     for executions, compilations in run_ranks(
-        with_standin, ranks, count_executions, accelerator, tmp_path, optim_wrapper,
+        on_t20, ranks, count_executions, accelerator, tmp_path, optim_wrapper,
         environ=dict(CPU_NUM_DEVICES='2'),
     ):  # fmt: skip
         assert len(executions) >= 15
@@ -129,7 +104,7 @@ def overflow(accelerator, work_dir):
 def test_a_scaler_costs_no_execution_where_averages_pass_through_the_host(tmp_path):
     optim_wrapper = dict(type='AmpOptimWrapper', dtype='float16', clip_grad=dict(max_norm=0.2))
     for executions, compilations in run_ranks(
-        with_standin, 2, count_executions, 'gcu', tmp_path, optim_wrapper,
+        on_t20, 2, count_executions, 'gcu', tmp_path, optim_wrapper,
         environ=dict(CPU_NUM_DEVICES='2'),
     ):  # fmt: skip
         assert set(executions) == {2}
@@ -138,7 +113,7 @@ def test_a_scaler_costs_no_execution_where_averages_pass_through_the_host(tmp_pa
 
 def test_all_ranks_skip_the_step_in_which_one_overflowed(tmp_path):
     # The T20's own precision is float16, and the vendor's scaler goes with it.
-    first, second = run_ranks(with_standin, 2, overflow, 'gcu', tmp_path)
+    first, second = run_ranks(on_t20, 2, overflow, 'gcu', tmp_path)
     for result in (first, second):
         assert result['unchanged'] == [5]
         assert result['scales'] == [256.0] * 5 + [128.0] * 6
@@ -146,19 +121,18 @@ def test_all_ranks_skip_the_step_in_which_one_overflowed(tmp_path):
 
 
 def test_float16_without_a_scaler_is_refused(tmp_path):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(
-            train, 2, 'xla', tmp_path, dict(type='AmpOptimWrapper', dtype='float16'),
-            environ=dict(CPU_NUM_DEVICES='2'), together=True,
-        )  # fmt: skip
-    for kind, message, _ in raised.value.errors.values():
+    errors = errors_of_ranks(
+        train, 2, 'xla', tmp_path, dict(type='AmpOptimWrapper', dtype='float16'),
+        environ=dict(CPU_NUM_DEVICES='2'), together=True,
+    )  # fmt: skip
+    for kind, message in errors.values():
         assert kind == 'AcceleratorError'
         assert 'bfloat16' in message
 
 
 @pytest.mark.parametrize(('accelerator', 'own'), [('xla', 'bfloat16'), ('gcu', 'float16')])
 def test_autocast_inside_a_model(tmp_path, accelerator, own):
-    (found,) = run_ranks(with_standin, 0, cast_inside, accelerator, tmp_path)
+    (found,) = run_ranks(on_t20, 0, cast_inside, accelerator, tmp_path)
     assert found == [
         f'torch.{name}' for name in (own, 'float32', 'bfloat16', 'bfloat16', 'float32')
     ]
@@ -170,8 +144,9 @@ def shard_optimizer(work_dir):
 
 
 def test_sharded_optimizer_is_refused_on_a_lazy_device(tmp_path):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(shard_optimizer, 2, tmp_path, environ=dict(CPU_NUM_DEVICES='2'), together=True)
-    for kind, message, _ in raised.value.errors.values():
+    errors = errors_of_ranks(
+        shard_optimizer, 2, tmp_path, environ=dict(CPU_NUM_DEVICES='2'), together=True
+    )
+    for kind, message in errors.values():
         assert kind == 'ModelError'
         assert "optimizer=dict(type='Adam'" in message

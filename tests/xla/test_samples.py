@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from tests.jobs import start
 from tests.ranks import run_ranks
-from tests.samples.jobs import exchange_on, start
+from tests.samples.jobs import exchange_on
 from tests.samples.test_exchange import check_found
-from tests.xla.test_gcu_t20 import with_standin
+from tests.xla.executions import counts
+from tests.xla.t20 import with_calls
 
 pytestmark = pytest.mark.xla
 
@@ -21,7 +23,7 @@ def test_samples_arrive_on_the_device_of_the_receiver(per_rank):
 
 def test_eight_cards_of_a_t20():
     per_rank = [1, 0, 3, 1, 0, 2, 2, 0]
-    results = run_ranks(with_standin, 8, exchange_on, 'gcu', per_rank, timeout=280)
+    results = run_ranks(with_calls, 8, exchange_on, 'gcu', per_rank, timeout=280)
     for rank, (found, calls) in enumerate(results):
         check_found(found, rank, per_rank)
         assert found['device'] == f'xla:{rank}'
@@ -31,9 +33,6 @@ def test_eight_cards_of_a_t20():
 
 
 def executions(first, others):
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
-
     from mmdevplug.samples import balance_samples, gather_samples, stack_samples
 
     context = start('xla')
@@ -41,14 +40,9 @@ def executions(first, others):
 
     def count(function):
         context.accelerator.synchronize(device)
-        before = told()
+        before = counts()
         result = function()
-        xm.wait_device_ops()
-        return result, [b - a for a, b in zip(before, told())]
-
-    def told():
-        found = [metrics.metric_data(name) for name in ('ExecuteTime', 'CompileTime')]
-        return [data[0] if data else 0 for data in found]
+        return result, [b - a for a, b in zip(before, counts())]
 
     def rollouts(number):
         """Recorded, and not computed yet."""

@@ -4,7 +4,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.xla.shape_jobs import SIZES, segmentor, train
-from tests.xla.test_gcu_t20 import with_standin
+from tests.xla.t20 import with_calls
 
 pytestmark = pytest.mark.xla
 
@@ -122,7 +122,7 @@ def train_on_t20(work_dir):
 
 def test_a_t20_tells_its_compilations_or_nothing_is_said(tmp_path):
     ((found, _),) = run_ranks(
-        with_standin, 0, train_on_t20, tmp_path, environ=dict(TOPS_VISIBLE_DEVICES='0')
+        with_calls, 0, train_on_t20, tmp_path, environ=dict(TOPS_VISIBLE_DEVICES='0')
     )
     reported, unknown = found
     (told,) = reported['warnings']

@@ -1,5 +1,7 @@
 """One process that drives all chips trains what one process with the whole batch trains."""
 
+from functools import partial
+
 import pytest
 
 from tests.features.rows import ROWS, train_rows
@@ -40,23 +42,17 @@ def reference(tmp_path_factory):
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp('whole')
-    (found,) = run_ranks(_train_whole, 0, WHOLE, folder, **TWO_CHIPS)
+    (found,) = run_ranks(
+        partial(train_rows_on_chips, sharding=False), 0, WHOLE, folder, **TWO_CHIPS
+    )
     return found
 
 
 @pytest.fixture(scope='module')
 def divided(tmp_path_factory):
     folder = tmp_path_factory.mktemp('divided')
-    (found,) = run_ranks(_train_divided, 0, DIVIDED, folder, **TWO_CHIPS)
+    (found,) = run_ranks(partial(train_rows_on_chips, **SAVED), 0, DIVIDED, folder, **TWO_CHIPS)
     return found
-
-
-def _train_divided(names, folder):
-    return train_rows_on_chips(names, folder, **SAVED)
-
-
-def _train_whole(names, folder):
-    return train_rows_on_chips(names, folder, sharding=False)
 
 
 @pytest.mark.parametrize('name', WHOLE)
@@ -87,28 +83,22 @@ def test_a_chip_holds_its_part_of_divided_weights_and_states(divided, whole):
     assert whole['clip_norm']['shares'] == (1, 1)
 
 
-def _resume(folder, path):
-    return train_row_from('adamw', 'spmd', folder, path)
-
-
-def _resume_on(accelerator, folder, path):
-    return train_row_from('adamw', accelerator, folder, path)
-
-
 def test_a_training_goes_on_from_its_file_and_from_that_of_one_process(
     tmp_path, tmp_path_factory, divided, reference
 ):
     path = next(tmp_path_factory.getbasetemp().glob('divided*/adamw/iter_10.pth'))
-    (again,) = run_ranks(_resume, 0, tmp_path, path, **TWO_CHIPS)
+    (again,) = run_ranks(train_row_from, 0, 'adamw', 'spmd', tmp_path, path, **TWO_CHIPS)
     assert largest_difference(again['weights'], divided['adamw']['weights']) == 0
     # One process reads it, and N ranks do, which read the same state.
-    (on_cpu,) = run_ranks(_resume_on, 0, 'cpu', tmp_path / 'cpu', path)
+    (on_cpu,) = run_ranks(train_row_from, 0, 'adamw', 'cpu', tmp_path / 'cpu', path)
     assert largest_difference(on_cpu['weights'], reference['adamw']['weights']) < 1e-5
-    for rank in run_ranks(_resume_on, 2, 'cpu', tmp_path / 'ranks', path):
+    for rank in run_ranks(train_row_from, 2, 'adamw', 'cpu', tmp_path / 'ranks', path):
         assert largest_difference(rank['weights'], reference['adamw']['weights']) < 1e-5
     run_ranks(train_saving, 0, 'adamw', 'cpu', tmp_path / 'saved')
     path = tmp_path / 'saved' / 'adamw' / 'iter_10.pth'
-    (on_chips,) = run_ranks(_resume, 0, tmp_path / 'chips', path, **TWO_CHIPS)
+    (on_chips,) = run_ranks(
+        train_row_from, 0, 'adamw', 'spmd', tmp_path / 'chips', path, **TWO_CHIPS
+    )
     assert largest_difference(on_chips['weights'], reference['adamw']['weights']) < 1e-5
 
 

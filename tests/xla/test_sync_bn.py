@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.hooks.memory_jobs import log_of
-from tests.jobs import PLAIN, digits_config, largest_difference
+from tests.jobs import PLAIN, digits_config, largest_difference, log_of, start
 from tests.model.sync_bn_cases import CASES, compare, run_all
 from tests.model.test_sync_bn import one_value, train_normalized
 from tests.ranks import RanksFailed, run_ranks
-from tests.xla.test_gcu_t20 import with_standin
+from tests.xla.executions import cost_of, counts
+from tests.xla.t20 import with_calls
 
 pytestmark = pytest.mark.xla
 
@@ -18,7 +18,7 @@ def on_two(accelerator, function, *args, **options):
     """Run a function in two ranks, which get the name of the accelerator first."""
     if accelerator == 'xla':
         return run_ranks(function, 2, 'xla', *args, environ=TWO_DEVICES, **options)
-    found = run_ranks(with_standin, 2, function, 'gcu', *args, **options)
+    found = run_ranks(with_calls, 2, function, 'gcu', *args, **options)
     return [result for result, _ in found]
 
 
@@ -54,13 +54,11 @@ def test_one_value_per_channel_is_refused_on_all_ranks(accelerator):
 def count_executions(accelerator, layers, momentum):
     """Executions of each iteration after the first ones, and compilations in all of them."""
     import torch
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
     from torch import nn
 
-    from mmdevplug import DeviceDistributedDataParallel, init_device
+    from mmdevplug import DeviceDistributedDataParallel
 
-    context = init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
+    context = start(accelerator)
     torch.manual_seed(0)
     pairs = [
         part
@@ -69,7 +67,7 @@ def count_executions(accelerator, layers, momentum):
     ]
     wrapper = DeviceDistributedDataParallel(nn.Sequential(*pairs, nn.Linear(4, 1)))
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
-    counts = []
+    counted = []
     for step in range(8):
         # The size of the other rank's batch changes, and that of this rank's does not.
         size = 4 if context.env.rank == 0 or step < 2 else 4 + step % 2
@@ -78,10 +76,8 @@ def count_executions(accelerator, layers, momentum):
         wrapper(inputs).square().mean().backward()
         optimizer.step()
         context.accelerator.compilation.materialize(context.device)
-        xm.wait_device_ops()  # executions are counted when they end
-        counts.append([metrics.metric_data(name)[0] for name in ('ExecuteTime', 'CompileTime')])
-    late = counts[3:]
-    return [b[0] - a[0] for a, b in zip(late, late[1:])], late[-1][1] - late[0][1]
+        counted.append(counts())
+    return cost_of(counted[3:])
 
 
 @pytest.mark.parametrize(('layers', 'momentum'), [(1, None), (3, 0.1)])

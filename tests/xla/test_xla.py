@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from mmengine.registry import RUNNERS
 
 from tests.gradients.parity import SCENARIOS, compare_all
-from tests.jobs import PATHS, PLAIN, digits_config, largest_difference, train_digits
-from tests.ranks import RanksFailed, run_ranks
+from tests.jobs import PATHS, PLAIN, digits_config, largest_difference, train_digits, train_plain
+from tests.ranks import errors_of_ranks, run_ranks
+from tests.xla.executions import cost_of, train_counted
 
 pytestmark = pytest.mark.xla
 
@@ -84,9 +86,9 @@ def wrap_in_ddp():
 
 
 def test_stock_ddp_refuses_tensors_of_a_lazy_device():
-    with pytest.raises(RanksFailed, match='invalid tensor type') as raised:
-        run_ranks(wrap_in_ddp, 2, environ=dict(CPU_NUM_DEVICES='2'), together=True)
-    assert 'xla' in raised.value.errors[1][1]
+    errors = errors_of_ranks(wrap_in_ddp, 2, environ=dict(CPU_NUM_DEVICES='2'), together=True)
+    assert any('invalid tensor type' in message for _, message in errors.values())
+    assert 'xla' in errors[1][1]
 
 
 @pytest.mark.parametrize('ranks', [0, 2])
@@ -94,10 +96,6 @@ def test_accuracy(tmp_path, ranks):
     results = run_ranks(train_digits, ranks, 'xla', tmp_path, environ=dict(CPU_NUM_DEVICES='2'))
     assert results[0]['accuracy'] >= 97.0
     assert [result['device'] for result in results] == ['xla:0', 'xla:1'][: len(results)]
-
-
-def train_plain(accelerator, work_dir):
-    return train_digits(accelerator, work_dir, **PLAIN)
 
 
 def test_weights_equal_those_of_one_process_on_the_cpu(tmp_path):
@@ -110,35 +108,13 @@ def test_weights_equal_those_of_one_process_on_the_cpu(tmp_path):
 
 def count_executions(work_dir, accumulative_counts):
     """Executions and compilations of each iteration after the first epoch."""
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
-    from mmengine.hooks import Hook
-    from mmengine.registry import RUNNERS
-
-    class Counts(Hook):
-        priority = 'LOWEST'
-
-        def __init__(self):
-            self.seen = []
-
-        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-            xm.wait_device_ops()  # executions are counted when they end
-            found = [metrics.metric_data(name) for name in ('ExecuteTime', 'CompileTime')]
-            self.seen.append([data[0] if data else 0 for data in found])
-
     cfg = digits_config('xla', work_dir, **PLAIN)
     cfg.model.norm = True
     cfg.train_cfg.max_epochs = 4
     cfg.train_dataloader.batch_size = 64
     cfg.default_hooks.logger.interval = 5
     cfg.optim_wrapper.accumulative_counts = accumulative_counts
-    runner = RUNNERS.build(cfg)
-    counts = Counts()
-    runner.register_hook(counts)
-    runner.train()
-    after_warm_up = counts.seen[11:]
-    executions = [b[0] - a[0] for a, b in zip(after_warm_up, after_warm_up[1:])]
-    return executions, after_warm_up[-1][1] - after_warm_up[0][1]
+    return cost_of(train_counted(RUNNERS.build(cfg))[11:])
 
 
 def test_two_executions_an_iteration_and_no_recompilation(tmp_path):

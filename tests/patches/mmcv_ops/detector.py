@@ -2,12 +2,11 @@
 
 import torch
 from mmengine.config import Config
-from mmengine.hooks import Hook
 from mmengine.hub import get_config
 from mmengine.registry import DATASETS
 from torch.utils.data import Dataset
 
-from tests.jobs import install_card
+from tests.jobs import install_card, note
 
 CONFIG = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
 SIZE = 64
@@ -73,16 +72,6 @@ def detector_config():
     return model
 
 
-class Losses(Hook):
-    """Keeps the losses of each iteration."""
-
-    def __init__(self):
-        self.found = []
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        self.found.append({name: float(value) for name, value in outputs.items()})
-
-
 def train_detector(accelerator, work_dir, wrapper='OptimWrapper'):
     """Train for some iterations, then detect.
 
@@ -119,8 +108,11 @@ def train_detector(accelerator, work_dir, wrapper='OptimWrapper'):
         )
     )
     runner = DeviceRunner.from_cfg(cfg)
-    losses = Losses()
-    runner.register_hook(losses)
+    losses = note(
+        runner,
+        'after_train_iter',
+        lambda *_, outputs, **__: {name: float(value) for name, value in outputs.items()},
+    )
     runner.train()
     runner.model.eval()
     pictures = BrightRectangles()
@@ -131,7 +123,7 @@ def train_detector(accelerator, work_dir, wrapper='OptimWrapper'):
         )
     instances = [one.pred_instances for one in found]
     return dict(
-        losses=losses.found,
+        losses=losses,
         boxes=[one.bboxes.cpu().numpy() for one in instances],
         scores=[one.scores.cpu().numpy() for one in instances],
         uses=host_use(),

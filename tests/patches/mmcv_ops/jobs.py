@@ -10,6 +10,7 @@ import torch
 from tests.jobs import install_card
 from tests.patches.mmcv_ops import checks
 from tests.patches.mmcv_ops.cases import CASES, run_case
+from tests.xla.executions import counts
 
 T20_STANDIN = str(Path(__file__).parents[3] / 'standins' / 't20')
 
@@ -57,8 +58,6 @@ def _difference(one, two):
 def count_executions(accelerator):
     """Executions of one forward whose inputs are all still to be computed, by operator."""
     import mmcv.ops
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
 
     from tests.patches.mmcv_ops.cases import Tensors
 
@@ -77,18 +76,13 @@ def count_executions(accelerator):
         box_iou_rotated=lambda: mmcv.ops.box_iou_rotated(turned * 2, turned + 1),
     )
 
-    def executions():
-        xm.wait_device_ops()  # they are counted when they end
-        data = metrics.metric_data('ExecuteTime')
-        return data[0] if data else 0
-
     found = {}
     with checks.mmcv_ops_patched():
         for name, forward in forwards.items():
             chosen.synchronize()
-            before = executions()
+            before, _ = counts()
             forward()
-            found[name] = executions() - before
+            found[name] = counts()[0] - before
     return found
 
 
