@@ -43,6 +43,7 @@ _LISTED = {
         'mmengine.runner.checkpoint: load_state_dict',
         'mmengine.structures.instance_data: BoolTypeTensor IndexType',
         'mmengine.infer.infer.BaseInferencer: _init_model',
+        'mmengine.model.averaged_model.BaseAveragedModel: update_parameters',
         'torch.Tensor: cuda is_cuda',
         'torch.Tensor: type',
         'torch.amp.autocast_mode.autocast: __init__ __enter__',
@@ -230,6 +231,10 @@ REASONS_EN = {
         'Inferencers keep synchronized batch norm, and compile a graph for each sample.',
         'MMEngine lets an accelerator prepare the model.',
     ),
+    'mmengine.model.averaged_model.BaseAveragedModel.update_parameters': (
+        'On torch_xla, averaged weights share buffers with the weights, and updates delete them.',
+        'torch_xla copies into new buffers.',
+    ),
     'torch.Tensor.cuda': (
         'Models, losses and metrics call `.cuda()`, and mean the device of this process.',
         'Model repositories ask a tensor for its device.',
@@ -399,6 +404,10 @@ REASONS = {
     'mmengine.infer.infer.BaseInferencer._init_model': (
         '推理器保留同步批归一化，并为每个样本编译一张计算图。',
         'MMEngine 让加速器准备模型。',
+    ),
+    'mmengine.model.averaged_model.BaseAveragedModel.update_parameters': (
+        '在 torch_xla 上，平均权重与权重共用缓冲区，更新时缓冲区被删除。',
+        'torch_xla 复制到新的缓冲区。',
     ),
     'torch.Tensor.cuda': (
         '模型、损失和指标会调用 `.cuda()`，指的是本进程的设备。',

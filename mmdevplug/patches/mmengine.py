@@ -8,16 +8,17 @@ loops end, so that an inferencer or another loop can follow.
 import os
 from functools import wraps
 from typing import Any, Callable, Union
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from mmengine.device import utils as device_utils
 from mmengine.infer import BaseInferencer
 from mmengine.logging import logger as logger_module
-from mmengine.model import revert_sync_batchnorm
+from mmengine.model import BaseAveragedModel, revert_sync_batchnorm
 from mmengine.runner import CheckpointLoader, checkpoint as checkpoint_functions
 from mmengine.structures import instance_data
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmdevplug.accelerators import Accelerator, device_context, enter_rank_device
 from mmdevplug.accelerators.detection import AcceleratorConfig
@@ -49,6 +50,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     - ``mmengine.runner.load_checkpoint``, inferencers and ``init_cfg`` run no code from a file,
       refuse one of which nothing fits the model, and say in one line what does not.
     - ``mmengine.runner.amp.autocast`` casts on it.
+    - Averaged weights (``EMAHook``) have memory of their own on torch_xla.
     - ``tensor.type()`` names the tensors of torch_xla, also on a T20, and casts to these names;
       ``index_select`` takes indices that ``sort`` returns.
     - ``tensor.cuda()`` moves to it, where there is no CUDA.
@@ -79,6 +81,8 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     if chosen.device_type not in _KNOWN:
         _patch_instance_data()
     if chosen.device_type == 'xla':
+        update = _in_own_memory(BaseAveragedModel.update_parameters)
+        patch_symbol(BaseAveragedModel, 'update_parameters', update)
         from .torch_xla import patch_tensor_methods
 
         patch_tensor_methods()
@@ -196,3 +200,22 @@ def _register_loaders(safe: bool) -> None:
     for prefix, loader in list(CheckpointLoader._schemes.items()):
         own = getattr(loader, 'of_mmengine', loader)
         CheckpointLoader.register_scheme(prefix, _safely(own) if safe else own, force=True)
+
+
+def _in_own_memory(update: Callable) -> Callable:
+    """Let averaged weights share no memory with weights that an iteration does not change.
+
+    The first update copies the weights. On torch_xla 2.9 a copy shares the buffer, and the next
+    update would give the buffer away, with the weights that are frozen or still accumulate.
+    """
+    owners: Any = WeakSet()
+
+    @wraps(update)
+    def update_parameters(average: Any, model: nn.Module) -> None:
+        update(average, model)
+        if average not in owners:
+            owners.add(average)
+            for weight in average.avg_parameters.values():
+                weight.data.copy_(weight.data * 1)
+
+    return update_parameters

@@ -175,7 +175,7 @@ OF_XLA = {
     for symbol in PATCHED_SYMBOLS
     if symbol.period == page.JOB and symbol.owner in ('torch', 'torch.nn.functional')
 } | {'contiguous', 'reshape_as'}
-INDICES = ('BoolTypeTensor', 'IndexType')
+INDICES = ('BoolTypeTensor', 'LongTypeTensor', 'IndexType')
 
 
 def expected_of(accelerator, ranks):
@@ -185,7 +185,7 @@ def expected_of(accelerator, ranks):
     if not hasattr(torch, 'get_autocast_dtype'):  # PyTorch before 2.4
         without = (*without, 'torch', '_cast')
     if accelerator != 'xla':
-        without = (*without, *OF_XLA)
+        without = (*without, 'update_parameters', *OF_XLA)
     periods = (page.JOB, page.LOG_FILES, page.AUTOCAST)
     found = symbols_of(*periods, without=without)
     if ranks > 1 and accelerator != 'cpu':
