@@ -292,7 +292,9 @@ class FailureWatch:
         waited = f' for {silence:.0f} s' if silence >= 1 else ''
         place = f'{self.env.master_addr}:{self.env.master_port}'
         lost = f'the store at {place}, which has not answered{waited} ({first_line(error)})'
-        holder = self.heartbeat.name(0)
+        # Of others this rank has read the first beat alone, not where they are now.
+        beats = self.heartbeat
+        holder = beats.describe(0) if self._neighbour == 0 else beats.name(0)
         if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
             pid = os.environ.get(AGENT) if self.env.single_host else None
             which = f'(pid {pid})' if pid else 'of the host of rank 0'
