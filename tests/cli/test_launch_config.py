@@ -13,6 +13,7 @@ from mmdevplug.utils.host import Memory
 from tests.cli.running import AUTO, CONFIG, SHORT, STANDIN, config
 from tests.cli.starting import NoRanks
 from tests.commands import environment, python, run
+from tests.jobs import ROOT
 from tests.needs_card import needs_card
 from tests.ranks import free_port
 
@@ -21,6 +22,10 @@ def mmdevplug(*arguments, **environ):
     """Run the command in a process of its own."""
     command = ('-m', 'mmdevplug.cli.main', *arguments)
     return python(*command, env=environment(STANDIN, **environ))
+
+
+#: Without what hides transformers, which accelerate's command imports.
+WHOLE = environment(PYTHONPATH=str(ROOT))
 
 
 def refusal(done):
@@ -67,7 +72,7 @@ def test_accelerate_and_torchrun_start_ranks_as_they_are_told(tmp_path):
         program, *words = line.split()
         started.append(program)
         assert words[-5:] == ['mmdevplug', 'train', 'CONFIG', '--accelerator', 'cpu']
-        ran = run(sys.executable, '-m', modules[program], *words[:-6], script)
+        ran = run(sys.executable, '-m', modules[program], *words[:-6], script, env=WHOLE)
         assert sorted(ran.stdout.split('\n')) == ['', 'rank 0 of 2', 'rank 1 of 2'], ran.stderr
     assert started == ['accelerate', 'torchrun']
 
@@ -80,6 +85,7 @@ def test_accelerate_starts_a_job(tmp_path):
         *(sys.executable, '-m', 'accelerate.commands.accelerate_cli', 'launch', '--config_file'),
         *(tmp_path / 'accelerate.yaml', '-m', 'mmdevplug', 'train', CONFIG),
         *('--work-dir', tmp_path / 'work', *SHORT),
+        env=WHOLE,
     )
     assert done.returncode == 0, done.stderr
     assert "launcher 'pytorch', found by RANK=0 WORLD_SIZE=2" in done.stderr
