@@ -121,7 +121,7 @@ def decide_together(
     return run_on_main(phase, run, timeout)
 
 
-def _job(timeout: Timeout) -> Optional[Tuple[Any, LaunchEnv, timedelta]]:
+def _job(timeout: Timeout) -> Optional[Tuple['torch_dist.Store', LaunchEnv, timedelta]]:
     """The store, how this process was started, and how long to wait; None in a single process."""
     found = current_job()
     if found is None:

@@ -41,7 +41,7 @@ class _Parts(NamedTuple):
     """A container that is built when the pickle, which cannot change it then, has been read."""
 
     kind: type
-    names: Tuple[Any, ...]
+    names: Tuple[object, ...]
     parts: List[Any]
 
     def build(self, built: Callable[[Any], Any]) -> Any:

@@ -49,7 +49,7 @@ class Placement:
         return model
 
     def place(
-        self, model: nn.Module, runner: AnyRunner, wrapper: Optional[Mapping[str, Any]] = None
+        self, model: nn.Module, runner: AnyRunner, wrapper: Optional[Mapping[str, object]] = None
     ) -> nn.Module:
         """Put the model on its devices, and wrap it if the job is distributed."""
         return place_model(
@@ -73,7 +73,7 @@ class Placement:
     def check_hooks(self, runner: AnyRunner) -> None:
         """Refuse hooks that need what the placement does not give."""
 
-    def loading(self) -> ContextManager[Any]:
+    def loading(self) -> ContextManager[object]:
         """The context in which whole weights are loaded into the placed model."""
         return nullcontext()
 

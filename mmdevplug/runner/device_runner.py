@@ -38,6 +38,7 @@ from mmdevplug.optim.adapt_config import adapt_optim_wrapper_cfg, check_optimize
 from mmdevplug.patches.autocast import prepare_compiling
 from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.registry import with_ours
+from mmdevplug.utils.annotations import Stateful
 from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
 
@@ -129,7 +130,7 @@ class DeviceRunner(Runner):
         trust_classes(self.cfg.get('checkpoint_classes') or ())
         super().setup_env(env_cfg)
 
-    def set_randomness(self, seed: Optional[int] = None, *args: Any, **kwargs: Any) -> None:
+    def set_randomness(self, seed: Optional[int] = None, *args: object, **kwargs: object) -> None:
         """Seed as MMEngine does, and the accelerator's own generators too."""
         super().set_randomness(seed, *args, **kwargs)
         self.device_context.accelerator.manual_seed(self._seed)
@@ -231,7 +232,7 @@ class DeviceRunner(Runner):
 
     # checkpoints --------------------------------------------------------------------------------
 
-    def add_participant(self, name: str, thing: Any) -> None:
+    def add_participant(self, name: str, thing: Stateful) -> None:
         """Save the state of something with each checkpoint, and restore it when resuming.
 
         Args:
