@@ -165,7 +165,7 @@ def _refuse_to_train_alone(exists: bool) -> None:
         )
 
 
-def _join_job(env: LaunchEnv, wait: timedelta, options: Dict[str, Any]) -> 'torch_dist.Store':
+def _join_job(env: LaunchEnv, wait: timedelta, options: Dict[str, object]) -> 'torch_dist.Store':
     """Connect to the store of the job, and watch for failures of the other ranks."""
     _refuse_meeting_places(options)
     env.export()

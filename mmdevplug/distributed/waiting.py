@@ -46,7 +46,7 @@ def wait_for_everyone(phase: str, timeout: Timeout = None) -> None:
     leave_together(store, env, prefix, meet(store, env, prefix, phase, limit))
 
 
-def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None) -> Any:
+def run_on_main(phase: str, function: Callable[[], object], timeout: Timeout = None) -> Any:
     """Call a function on rank 0 while the others wait for its result.
 
     Args:

@@ -42,9 +42,9 @@ class _Parts(NamedTuple):
 
     kind: type
     names: Tuple[object, ...]
-    parts: List[Any]
+    parts: List[object]
 
-    def build(self, built: Callable[[Any], Any]) -> Any:
+    def build(self, built: Callable[[object], object]) -> Any:
         container: Any = container_of(self.kind)
         return container.build(self.kind, self.names, list(map(built, self.parts)))
 
@@ -223,14 +223,14 @@ class _Pickler(pickle.Pickler):
         names, parts = container.names(value), container.parts(value)
         return 'parts', kind.__module__, kind.__qualname__, names, parts
 
-    def _add(self, dtype: str, shape: Tuple[int, ...], value: Any) -> Tuple[int, int]:
+    def _add(self, dtype: str, shape: Tuple[int, ...], value: object) -> Tuple[int, int]:
         block, rows = self.blocks.setdefault((dtype, shape), (len(self.blocks), []))
         rows.append(value)
         return block, len(rows) - 1
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, rows: Sequence[List[Any]], trusted: bool) -> None:
+    def __init__(self, file: io.BytesIO, rows: Sequence[List[object]], trusted: bool) -> None:
         super().__init__(file)
         self._rows, self._trusted = rows, trusted
 

@@ -103,18 +103,18 @@ class Averaging(ABC):
     def init(self, wrapper: Any, module: nn.Module, **arguments: object) -> None:
         """Set what DDP's constructor sets, for a module that is on its device."""
 
-    def start(self, wrapper: Any, trained: TrainableSet) -> None:
+    def start(self, wrapper: object, trained: TrainableSet) -> None:
         """Average the gradients of these parameters from here on."""
 
     @abstractmethod
-    def restart(self, wrapper: Any, trained: TrainableSet) -> None:
+    def restart(self, wrapper: object, trained: TrainableSet) -> None:
         """Average the gradients of other parameters than before from here on."""
 
-    def before_forward(self, wrapper: Any) -> None:
+    def before_forward(self, wrapper: object) -> None:
         """Raise ModelError if the last backward pass left gradients that are not averaged."""
 
     @abstractmethod
-    def forward(self, wrapper: Any, *inputs: object, **kwargs: object) -> object:
+    def forward(self, wrapper: object, *inputs: object, **kwargs: object) -> object:
         """Call the module, so that its backward pass averages."""
 
     @abstractmethod
@@ -124,7 +124,7 @@ class Averaging(ABC):
     def before_update(self, optim_wrapper: AnyOptimWrapper) -> None:
         """Tell an optimizer wrapper what it has to know of the averages."""
 
-    def warm_up(self, wrapper: Any, data: object, optim_wrapper: AnyOptimWrapper) -> None:
+    def warm_up(self, wrapper: object, data: object, optim_wrapper: AnyOptimWrapper) -> None:
         """Do what decides the order of sums, before a resumed training adds up its first."""
 
     def check_method(self, name: str) -> None:
@@ -139,12 +139,12 @@ class DDPAveraging(Averaging):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._arguments: Dict[str, Any] = {}
+        self._arguments: Dict[str, object] = {}
         #: Whether our hook is to average; DDP takes only one, before its first forward pass.
         self._hook_is_ours = setting.on_host or setting.policy.active or setting.compress
         self._hook_is_due = self._hook_is_ours
 
-    def init(self, wrapper: Any, module: nn.Module, **arguments: object) -> None:
+    def init(self, wrapper: object, module: nn.Module, **arguments: object) -> None:
         """See :meth:`Averaging.init`."""
         setting = self.setting
         if setting.options.bucket_cap_mb is not None:
@@ -258,7 +258,7 @@ class StagedAveraging(Averaging):
         wrapper.find_unused_parameters = arguments['find_unused_parameters']
         wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
 
-    def start(self, wrapper: Any, trained: TrainableSet) -> None:
+    def start(self, wrapper: object, trained: TrainableSet) -> None:
         """See :meth:`Averaging.start`."""
         setting, size = self.setting, self.setting.options.bucket_cap_mb
         with trained.requiring_gradients():
@@ -272,7 +272,7 @@ class StagedAveraging(Averaging):
                 before=self.staging,
             )
 
-    def restart(self, wrapper: Any, trained: TrainableSet) -> None:
+    def restart(self, wrapper: object, trained: TrainableSet) -> None:
         """See :meth:`Averaging.restart`."""
         broadcast_tensors(trained.new, self.setting.accelerator, self.setting.users_group)
         self.start(wrapper, trained)

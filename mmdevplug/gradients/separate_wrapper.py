@@ -64,7 +64,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         broadcast_buffers: bool = False,
         find_unused_parameters: bool = False,
         accelerator: AcceleratorConfig = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         # As MMEngine does, instead of the constructor of DDP.
         nn.Module.__init__(self)

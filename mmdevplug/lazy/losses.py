@@ -171,7 +171,7 @@ def refusal(module: nn.Module, method: str, problem: str) -> ModelError:
 class _HostView(dict):
     """The parameters, the buffers or the attributes of a module; reading one gives its copy."""
 
-    def __init__(self, tensors: dict, read: Callable[[str, Any], Any]) -> None:
+    def __init__(self, tensors: dict, read: Callable[[str, object], object]) -> None:
         super().__init__(tensors)
         self._read = read
 
@@ -196,7 +196,7 @@ class HostLosses:
         #: Those of the latest copies, where a head that goes on with the loss takes them.
         self.anchors: Optional[List[Tensor]] = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         compute = getattr(type(self.head), self.method)
         accelerator = rank_context().accelerator
         if not accelerator.compilation.lazy:
@@ -238,7 +238,7 @@ class HostLosses:
                 if holder.get(name) is copy:
                     holder[name] = value
 
-    def _plain(self) -> Iterator[Tuple[dict, str, Any]]:
+    def _plain(self) -> Iterator[Tuple[dict, str, object]]:
         """Tensors, and lists of them, in attributes of the head and in dicts there."""
         for part in self.head.modules():
             attributes = {n: v for n, v in vars(part).items() if n not in _PLACES}
@@ -248,7 +248,7 @@ class HostLosses:
                         yield holder, name, value
 
     def _reader(self, part: nn.Module, place: str, copies: HostCopies) -> Callable:
-        def read(name: str, tensor: Any) -> Any:
+        def read(name: str, tensor: object) -> Any:
             if copies.is_there(tensor):
                 self._slots[part, place, name] = None
             return copies.of(tensor)
@@ -257,7 +257,7 @@ class HostLosses:
 
     @contextmanager
     def _refusing_others(self, copies: HostCopies) -> Iterator[None]:
-        def check(module: nn.Module, _: Any) -> None:
+        def check(module: nn.Module, _: object) -> None:
             held = vars(module)['_parameters']
             if not isinstance(held, _HostView) and any(map(copies.is_there, held.values())):
                 problem = f'it calls {type(module).__name__}, which is on the device'

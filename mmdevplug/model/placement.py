@@ -77,7 +77,7 @@ class Placement:
         """The context in which whole weights are loaded into the placed model."""
         return nullcontext()
 
-    def collect(self, state: Any, folder: Optional[str], part: str) -> Any:
+    def collect(self, state: object, folder: Optional[str], part: str) -> Any:
         """Make a state whole on rank 0, or write its tensors to a folder; all ranks call it."""
         return state
 

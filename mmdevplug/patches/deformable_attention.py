@@ -26,8 +26,8 @@ class HostSizes(Tensor):
         cls,
         function: Callable,
         types: Sequence[type],
-        args: Tuple[Any, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
+        args: Tuple[object, ...] = (),
+        kwargs: Optional[Dict[str, object]] = None,
     ) -> Any:
         kwargs = kwargs or {}
         if function is Tensor.to and [type(arg) for arg in args[1:]] == [torch.device]:

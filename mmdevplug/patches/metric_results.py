@@ -39,8 +39,8 @@ def _after_main(broadcast: Callable) -> Callable:
         object_list: list,
         src: Optional[int] = 0,
         group: AnyGroup = None,
-        *args: Any,
-        **options: Any,
+        *args: object,
+        **options: object,
     ) -> Any:
         of_all = group is None or group == torch_dist.GroupMember.WORLD
         if of_all and not (src or options.get('group_src')):

@@ -175,8 +175,10 @@ def _patch_instance_data() -> None:
             return isinstance(instance, Tensor) and instance.dtype == cls.dtype
 
     # `InstanceData.__getitem__` looks these names up and reads their `__args__`.
-    masks: Any = Union[torch.BoolTensor, _OfDtype('AnyBoolTensor', (), dict(dtype=torch.bool))]
-    indices: Any = Union[torch.LongTensor, _OfDtype('AnyLongTensor', (), dict(dtype=torch.int64))]
+    masks: object = Union[torch.BoolTensor, _OfDtype('AnyBoolTensor', (), dict(dtype=torch.bool))]
+    indices: object = Union[
+        torch.LongTensor, _OfDtype('AnyLongTensor', (), dict(dtype=torch.int64))
+    ]
     patch_symbol(instance_data, 'BoolTypeTensor', masks)
     patch_symbol(
         instance_data, 'IndexType', Union[str, slice, int, list, indices, masks, np.ndarray]

@@ -30,7 +30,7 @@ from mmdevplug.utils.torch_compat import ALLOWS_RENAMED_CLASSES, TAKES_WEIGHTS_O
 
 # NumPy 2 moved it; 1.26 has an empty package in the new place.
 _numpy: Any = np
-_core: Any = getattr(np, '_core', None)
+_core: object = getattr(np, '_core', None)
 _multiarray: Any = _core.multiarray if hasattr(_core, 'multiarray') else _numpy.core.multiarray
 
 #: Containers and types of Python, whose creation runs no code.
@@ -90,7 +90,7 @@ _ALLOWED = [
     *zip(_REPLACED.values(), _REPLACED),
 ]
 #: Classes that users trust.
-_trusted: List[Any] = []
+_trusted: List[object] = []
 
 
 def trust_classes(names: Sequence[str]) -> None:

@@ -87,14 +87,14 @@ class DeviceRunner(Runner):
         train='an error of one rank does not end the others',
     )
     optim_wrapper: Any
-    param_schedulers: Any
+    param_schedulers: object
     _has_loaded: bool
     #: The training job, while and after it trains.
     job: Optional[Job] = None
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         accelerator: Optional[Union[str, Dict]] = None,
         model_parallel: Union[None, bool, Dict] = None,
         sharding: Union[None, bool, Dict] = None,

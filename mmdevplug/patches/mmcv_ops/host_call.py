@@ -22,7 +22,7 @@ REDUCED = (torch.float16, torch.bfloat16)
 
 @torch.no_grad()
 def call_on_host(
-    function: Callable, args: Sequence[Any], kwargs: Dict[str, Any], device: torch.device
+    function: Callable, args: Sequence[object], kwargs: Dict[str, object], device: torch.device
 ) -> Any:
     """Call an operator with host copies of its tensors on a device.
 
@@ -63,8 +63,8 @@ def call_on_host(
 
 @contextmanager
 def contiguous(
-    function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]
-) -> Iterator[Tuple[Sequence[Any], Dict[str, Any]]]:
+    function: Callable, args: Sequence[object], kwargs: Dict[str, object]
+) -> Iterator[Tuple[Sequence[object], Dict[str, object]]]:
     """Give an operator contiguous copies in place of other tensors, and copy back what it writes.
 
     A vision transformer gives its neck tensors in channels_last without being asked to.
@@ -143,7 +143,7 @@ def parameter_names(function: Callable) -> List[str]:
 
 
 def output_ids(
-    function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Optional[List[int]]:
     """The ``id()`` of tensors that a call writes to and does not read; None if unknown."""
     names = parameter_names(function)

@@ -91,7 +91,7 @@ class OperatorPatch(MetaPathFinder):
     def _called(self, function: Callable, *args: object, **kwargs: object) -> Any:
         return self.call(function, args, kwargs)
 
-    def call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
+    def call(self, function: Callable, args: Sequence[object], kwargs: Dict[str, object]) -> Any:
         """Call a function of ``mmcv._ext`` where it has a kernel, with contiguous tensors.
 
         mmcv's kernels read memory as if every tensor was contiguous, on the CPU and on cards.
@@ -99,7 +99,7 @@ class OperatorPatch(MetaPathFinder):
         with contiguous(function, args, kwargs) as (args, kwargs):
             return self._call(function, args, kwargs)
 
-    def _call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
+    def _call(self, function: Callable, args: Sequence[object], kwargs: Dict[str, object]) -> Any:
         values = [*args, *kwargs.values()]
         name = function.__name__
         device = _device_of(name, values)
@@ -127,7 +127,11 @@ class OperatorPatch(MetaPathFinder):
         return bool(found) and (name, device.type) not in self._lacking
 
     def _call_on_host(
-        self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any], device: torch.device
+        self,
+        function: Callable,
+        args: Sequence[object],
+        kwargs: Dict[str, object],
+        device: torch.device,
     ) -> Any:
         name = function.__name__
         if called_for_vendor(name, device):
@@ -183,7 +187,7 @@ def _where() -> str:
     return ', '.join(part for part in (module, backward, line) if part)
 
 
-def _device_of(name: str, values: Sequence[Any]) -> Optional[torch.device]:
+def _device_of(name: str, values: Sequence[object]) -> Optional[torch.device]:
     """The device outside the host that tensors are on; None if there is none.
 
     Some operators take settings in tensors on the host, besides those on the device.
