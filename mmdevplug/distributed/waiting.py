@@ -71,7 +71,7 @@ def run_on_main(phase: str, function: Callable[[], object], timeout: Timeout = N
     store, env, limit = job
     key = next_meeting(store, env, f'result/{phase}')
 
-    def run() -> Any:
+    def run() -> object:
         if env.rank:
             return None
         result = function()
@@ -112,7 +112,7 @@ def decide_together(
     set_text(store, f'{prefix}/{env.rank}', json.dumps(value))
     wait_for_everyone(phase, timeout)
 
-    def run() -> Any:
+    def run() -> object:
         values = []
         for rank in range(env.world_size):
             values.append(json.loads(get_text(store, f'{prefix}/{rank}')))

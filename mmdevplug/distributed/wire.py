@@ -44,7 +44,7 @@ class _Parts(NamedTuple):
     names: Tuple[object, ...]
     parts: List[object]
 
-    def build(self, built: Callable[[object], object]) -> Any:
+    def build(self, built: Callable[[object], object]) -> object:
         container: Any = container_of(self.kind)
         return container.build(self.kind, self.names, list(map(built, self.parts)))
 
@@ -118,7 +118,7 @@ def loads(message: Tensor, device: torch.device = CPU, trusted: bool = False) ->
             gc.enable()
 
 
-def _read(message: Tensor, device: torch.device, trusted: bool) -> Any:
+def _read(message: Tensor, device: torch.device, trusted: bool) -> object:
     version, length, pickled = _HEAD.unpack(to_bytes(message[: _HEAD.size]))
     if version != VERSION:
         raise ValueError(f'version {version}')
@@ -182,7 +182,7 @@ def _read_dtype(name: str) -> Union[torch.dtype, np.dtype]:
     return found
 
 
-def _read_block(data: Tensor, name: str, shape: Sequence[int], count: int) -> Any:
+def _read_block(data: Tensor, name: str, shape: Sequence[int], count: int) -> object:
     """A stacked tensor, or a list of arrays with memory of their own."""
     dtype = _read_dtype(name)
     if isinstance(dtype, torch.dtype):
@@ -234,7 +234,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._rows, self._trusted = rows, trusted
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if self._trusted:
             return super().find_class(module, name)
         raise _unknown(module, name)

@@ -137,7 +137,7 @@ def _chooses(head: nn.Module) -> bool:
 def _on_one_device(parse: Callable) -> Callable:
     """Bring losses that other parts of the model computed on the device to those on the host."""
 
-    def parse_losses(losses: Any) -> Any:
+    def parse_losses(losses: object) -> object:
         there = [t for t in tensors_in(losses) if t.device.type != 'cpu']
         if there and len(there) < len(tensors_in(losses)):
             copies = HostCopies(rank_context().accelerator, there)
@@ -175,7 +175,7 @@ class _HostView(dict):
         super().__init__(tensors)
         self._read = read
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return self._read(name, super().__getitem__(name))
 
 
@@ -196,7 +196,7 @@ class HostLosses:
         #: Those of the latest copies, where a head that goes on with the loss takes them.
         self.anchors: Optional[List[Tensor]] = None
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         compute = getattr(type(self.head), self.method)
         accelerator = rank_context().accelerator
         if not accelerator.compilation.lazy:
@@ -248,7 +248,7 @@ class HostLosses:
                         yield holder, name, value
 
     def _reader(self, part: nn.Module, place: str, copies: HostCopies) -> Callable:
-        def read(name: str, tensor: object) -> Any:
+        def read(name: str, tensor: object) -> object:
             if copies.is_there(tensor):
                 self._slots[part, place, name] = None
             return copies.of(tensor)

@@ -268,7 +268,7 @@ class _Step:
     def __init__(self, steps: Steps, method: str) -> None:
         self.steps, self.method = steps, method
 
-    def __call__(self, inputs: object, samples: object, *args: object, **kwargs: object) -> Any:
+    def __call__(self, inputs: object, samples: object, *args: object, **kwargs: object) -> object:
         detector = self.steps.detector
         with self.steps.step(self.method), refusing_mixed_devices(detector, self.method):
             if self.steps.active:
@@ -282,7 +282,7 @@ class _FirstStage:
     def __init__(self, steps: Steps, head: nn.Module) -> None:
         self.steps, self.head = steps, head
 
-    def __call__(self, x: object, *args: object, **kwargs: object) -> Any:
+    def __call__(self, x: object, *args: object, **kwargs: object) -> object:
         outputs = type(self.head).forward(self.head, x, *args, **kwargs)
         return self.steps.fetch((outputs, x))[0] if self.steps.active else outputs
 
@@ -293,7 +293,7 @@ class _OfStage:
     def __init__(self, steps: Steps, method: Callable) -> None:
         self.steps, self.method = steps, method
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self.steps.active:
             args, kwargs = self.steps.fetch((args, kwargs))
         return self.method(*args, **kwargs)
@@ -324,7 +324,7 @@ class _Network:
         #: By the limits of a step: rows that were needed so far.
         self._rows: Dict[Tuple[int, ...], int] = {}
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         steps, forward = self.steps, type(self.network).forward
         if steps.copies is None:
             return forward(self.network, *args, **kwargs)
@@ -375,7 +375,7 @@ class _Losses(HostLosses):
         super().__init__(head, 'loss_and_target')
         self.steps = steps
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self.steps.copies is None:
             return type(self.head).loss_and_target(self.head, *args, **kwargs)
         return super().__call__(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Where the weights of a model are: what a runner asks about it, from build to checkpoint."""
 
 from contextlib import nullcontext
-from typing import Any, Callable, ContextManager, Mapping, Optional, Sequence
+from typing import Callable, ContextManager, Mapping, Optional, Sequence
 
 import torch
 from mmengine.logging import MMLogger
@@ -77,7 +77,7 @@ class Placement:
         """The context in which whole weights are loaded into the placed model."""
         return nullcontext()
 
-    def collect(self, state: object, folder: Optional[str], part: str) -> Any:
+    def collect(self, state: object, folder: Optional[str], part: str) -> object:
         """Make a state whole on rank 0, or write its tensors to a folder; all ranks call it."""
         return state
 

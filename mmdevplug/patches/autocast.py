@@ -119,7 +119,7 @@ def patch_cuda_autocast(accelerator: Accelerator) -> None:
 
     def of_device(function: Callable, place: int) -> Callable:
         @wraps(function)
-        def call(*args: object, **options: object) -> Any:
+        def call(*args: object, **options: object) -> object:
             if args[place : place + 1] == ('cuda',):
                 args = (*args[:place], kind, *args[place + 1 :])
             return function(*args, **options)

@@ -97,7 +97,7 @@ def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:
     """Let the models of inferencers run on any device, on lazy ones each batch as one graph."""
 
     @wraps(init_model)
-    def init(*args: object, **kwargs: object) -> Any:
+    def init(*args: object, **kwargs: object) -> object:
         # SyncBatchNorm of PyTorch 1 takes CUDA tensors only.
         model = revert_sync_batchnorm(init_model(*args, **kwargs))
         devices = accelerator.compilation.recording(model.parameters())
@@ -189,7 +189,7 @@ def _safely(loader: Any) -> Callable:
     """Let a loader of MMEngine's ``CheckpointLoader`` run no code of a file."""
 
     @wraps(loader)
-    def load(filename: str, *args: object, **kwargs: object) -> Any:
+    def load(filename: str, *args: object, **kwargs: object) -> object:
         with safe_loading(filename):
             return loader(filename, *args, **kwargs)
 

@@ -205,7 +205,7 @@ class DeviceRunner(Runner):
         check_sparse_gradients(self.model, self.device_context)
         return built
 
-    def build_param_scheduler(self, scheduler: object) -> Any:
+    def build_param_scheduler(self, scheduler: object) -> object:
         """Build schedulers; see :meth:`mmengine.runner.Runner.build_param_scheduler`."""
         self.resume_state.note_schedulers(scheduler)
         return super().build_param_scheduler(scheduler)

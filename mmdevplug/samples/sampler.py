@@ -154,7 +154,7 @@ class DynamicSampler:
             self._tally = Tally.empty(self._world_size)
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         """Fill a pool; all ranks take part.
 
         Returns:

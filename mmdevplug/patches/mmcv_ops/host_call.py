@@ -46,7 +46,7 @@ def call_on_host(
         host[key] = _widened(torch.zeros(there[key].shape, dtype=there[key].dtype))
     before = {key: tensor.clone() for key, tensor in host.items()} if outputs is None else {}
 
-    def on_host(value: object) -> Any:
+    def on_host(value: object) -> object:
         return host.get(id(value), value)
 
     result = function(
@@ -100,7 +100,7 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if is_reduced(tensor) else tensor
 
 
-def _narrowed(result: object, tensors: List[Tensor]) -> Any:
+def _narrowed(result: object, tensors: List[Tensor]) -> object:
     """Convert the result of an operator to the precision of its arguments."""
     reduced = [tensor.dtype for tensor in tensors if is_reduced(tensor)]
     if not reduced:

@@ -88,10 +88,12 @@ class OperatorPatch(MetaPathFinder):
 
         loader.exec_module = exec_module
 
-    def _called(self, function: Callable, *args: object, **kwargs: object) -> Any:
+    def _called(self, function: Callable, *args: object, **kwargs: object) -> object:
         return self.call(function, args, kwargs)
 
-    def call(self, function: Callable, args: Sequence[object], kwargs: Dict[str, object]) -> Any:
+    def call(
+        self, function: Callable, args: Sequence[object], kwargs: Dict[str, object]
+    ) -> object:
         """Call a function of ``mmcv._ext`` where it has a kernel, with contiguous tensors.
 
         mmcv's kernels read memory as if every tensor was contiguous, on the CPU and on cards.
@@ -99,7 +101,9 @@ class OperatorPatch(MetaPathFinder):
         with contiguous(function, args, kwargs) as (args, kwargs):
             return self._call(function, args, kwargs)
 
-    def _call(self, function: Callable, args: Sequence[object], kwargs: Dict[str, object]) -> Any:
+    def _call(
+        self, function: Callable, args: Sequence[object], kwargs: Dict[str, object]
+    ) -> object:
         values = [*args, *kwargs.values()]
         name = function.__name__
         device = _device_of(name, values)
@@ -132,7 +136,7 @@ class OperatorPatch(MetaPathFinder):
         args: Sequence[object],
         kwargs: Dict[str, object],
         device: torch.device,
-    ) -> Any:
+    ) -> object:
         name = function.__name__
         if called_for_vendor(name, device):
             raise ModelError(
