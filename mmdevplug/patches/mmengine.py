@@ -210,7 +210,7 @@ def _in_own_memory(update: Callable) -> Callable:
     The first update copies the weights. On torch_xla 2.9 a copy shares the buffer, and the next
     update would give the buffer away, with the weights that are frozen or still accumulate.
     """
-    owners: Any = WeakSet()
+    owners: WeakSet[object] = WeakSet()
 
     @wraps(update)
     def update_parameters(average: Any, model: nn.Module) -> None:
