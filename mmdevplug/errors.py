@@ -4,7 +4,7 @@ Every message names the variable or key, the value found, the value expected and
 do, so that one line on one rank is enough to mend a job.
 """
 
-from typing import Any, List, Optional
+from typing import List, Optional
 
 
 class DevPlugError(RuntimeError):
@@ -38,7 +38,7 @@ class DeviceMismatchError(ModelError):
         mismatch (Mismatch, optional): What the guard that found it knows of it.
     """
 
-    mismatch: Any = None
+    mismatch: object = None
 
 
 class CheckpointError(DevPlugError):

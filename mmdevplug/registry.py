@@ -83,7 +83,7 @@ class _WithLazyNames(dict):
 def importing(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Make the ``__getattr__`` of a package whose modules are imported when they are needed."""
 
-    def get(name: str) -> Any:
+    def get(name: str) -> object:
         if name not in modules:
             raise AttributeError(f'module {package!r} has no attribute {name!r}')
         return getattr(import_module(f'{package}.{modules[name]}'), name)

@@ -52,22 +52,22 @@ def compute(op: Any, sample: Any, device: Any) -> List[Any]:
     import torch
     from torch.utils import _pytree as pytree
 
+    from mmdevplug.utils.pytree import replace_parts
+
     leaves: List[Any] = []
 
     def move(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
         moved = value.detach().to(device, copy=True)
         if value.requires_grad:
             moved.requires_grad_()
             leaves.append(moved)
         return moved
 
-    here = sample.transform(move)
+    given, args, kwargs = replace_parts((sample.input, sample.args, sample.kwargs), move)
     torch.manual_seed(0)
     # Not in place of a leaf.
-    outputs = op(here.input, *here.args, **here.kwargs)
-    flat = [each for each in pytree.tree_leaves(outputs) if isinstance(each, torch.Tensor)]
+    outputs = op(given, *args, **kwargs)
+    flat = [each for each in pytree.tree_flatten(outputs)[0] if isinstance(each, torch.Tensor)]
     learned = [each for each in flat if each.requires_grad and each.is_floating_point()]
     gradients: Sequence[Any] = []
     if leaves and learned:
@@ -84,8 +84,8 @@ def compute(op: Any, sample: Any, device: Any) -> List[Any]:
     ]
 
 
-def difference(found: Any, expected: Any, dtype: str) -> Optional[str]:
-    """Say how a tensor differs; None if it does not, beyond rounding."""
+def difference(found: Any, expected: Any, dtype: str, loose: float = 1) -> Optional[str]:
+    """Say how a tensor differs; None if it does not, beyond rounding (``loose`` times)."""
     import torch
 
     if found is None or expected is None:
@@ -115,12 +115,14 @@ def difference(found: Any, expected: Any, dtype: str) -> Optional[str]:
     largest = float(expected[finite].abs().max()) if bool(finite.any()) else 0.0
     apart = (found - expected).abs()
     apart = torch.where(same, torch.zeros_like(apart), apart)
-    if bool(torch.isfinite(apart).all()) and float(apart.max()) <= absolute + relative * largest:
+    if bool(torch.isfinite(apart).all()) and float(apart.max()) <= loose * (
+        absolute + relative * largest
+    ):
         return None
     return 'values'
 
 
-def compare(op: Any, dtype: str, device: Any, count: int) -> Dict[str, Any]:
+def compare(op: Any, dtype: str, device: Any, count: int, loose: float = 1) -> Dict[str, Any]:
     """Compare one operator in one dtype: how many samples, and what differs in how many."""
     import torch
 
@@ -152,7 +154,7 @@ def compare(op: Any, dtype: str, device: Any, count: int) -> Dict[str, Any]:
             said |= {
                 f'{word}: {problem}'
                 for one, other in zip(ours, theirs)
-                for problem in [difference(one, other, dtype)]
+                for problem in [difference(one, other, dtype, loose)]
                 if problem is not None
             }
         if said:
@@ -195,7 +197,9 @@ def _tensors(nested: Any) -> List[Any]:
     import torch
     from torch.utils import _pytree as pytree
 
-    return [each.detach() for each in pytree.tree_leaves(nested) if isinstance(each, torch.Tensor)]
+    return [
+        each.detach() for each in pytree.tree_flatten(nested)[0] if isinstance(each, torch.Tensor)
+    ]
 
 
 def _seed(seed: Callable[[int], Any], more: int, value: int) -> Any:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import distributed as torch_dist
@@ -98,7 +98,7 @@ def rank_context() -> DeviceContext:
     return _enter(context.accelerator, context.reason)  # a process group has started since
 
 
-def context_of(runner: Any) -> DeviceContext:
+def context_of(runner: object) -> DeviceContext:
     """The context that a runner was built with, or of this rank for a stock runner."""
     context = getattr(runner, 'device_context', None)
     return rank_context() if context is None else context

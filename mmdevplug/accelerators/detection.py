@@ -27,7 +27,7 @@ DETECTION_ORDER = (
     *('cuda', 'xpu', 'mps', 'cpu'),
 )
 
-AcceleratorConfig = Union[str, Mapping[str, Any], Accelerator, None]
+AcceleratorConfig = Union[str, Mapping[str, object], Accelerator, None]
 
 
 class Choice(NamedTuple):
@@ -96,7 +96,7 @@ def available_accelerators() -> List[str]:
 _OTHER_NAMES = dict(gpu='cuda', nvidia='cuda', ascend='npu', enflame='gcu', cambricon='mlu')
 
 
-def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
+def _build(name: str, options: Mapping[str, object], origin: str) -> Accelerator:
     """Build an accelerator; report options that it does not take, and errors inside it."""
     kind = find_registered(name)
     if kind is None and (name == privateuse1_name() or {'package', 'register'} & options.keys()):
@@ -187,7 +187,7 @@ def is_missing(name: str) -> bool:
     return kind is None or (package is not None and find_spec(package.split('.')[0]) is None)
 
 
-def _build_usable(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
+def _build_usable(name: str, options: Mapping[str, object], origin: str) -> Accelerator:
     accelerator = _build(name, options, origin)
     if not _is_usable(accelerator):
         raise AcceleratorError(

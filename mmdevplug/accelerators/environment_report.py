@@ -3,7 +3,7 @@
 import os
 import sys
 from collections import defaultdict
-from typing import Any, Dict, List
+from typing import Dict, List
 
 from .base import Accelerator
 
@@ -23,7 +23,7 @@ def describe_devices(accelerator: Accelerator) -> Dict[str, str]:
         by_name[accelerator.device_name(device)].append(str(device.index or 0))
     for name, indices in by_name.items():
         report[f'{accelerator.device_type} {",".join(indices)}'] = name
-    package: Any = sys.modules.get(accelerator.package or '')
+    package: object = sys.modules.get(accelerator.package or '')
     version = getattr(package, '__version__', None)
     if version is None and hasattr(package, 'get_version'):  # torch_gcu 1.10
         version = package.get_version()

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from types import ModuleType
-from typing import Any, Iterable, Iterator, List, Sequence, Tuple, Union
+from typing import Iterable, Iterator, List, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +158,7 @@ class DeviceModule(ModuleType):
             self._accelerator.load_rng(bytes(state.tolist()), self._device(device))
 
     def _separate_next_module(self) -> None:
-        def optimization_barrier(_: nn.Module, inputs: Tuple[Any, ...]) -> None:
+        def optimization_barrier(_: nn.Module, inputs: Tuple[object, ...]) -> None:
             handle.remove()
             kind = self._accelerator.device_type
             tensors = [x for x in inputs if isinstance(x, Tensor) and x.device.type == kind]

@@ -26,7 +26,7 @@ from typing import (
 from mmdevplug.errors import DevPlugError
 
 #: Returns what a field holds of a value in a config, and gets the key for messages.
-Reader = Callable[[Any, str], object]
+Reader = Callable[[object, str], object]
 #: Whether a value in a config, of whatever type, is accepted.
 Condition = Callable[[Any], bool]
 Made = TypeVar('Made', bound='Options')

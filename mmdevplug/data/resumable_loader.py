@@ -79,7 +79,7 @@ class ResumableLoader(DataLoader):
     )
     order: Optional[Order] = None
     #: The config that it was built from, and the runner's seed, for random numbers of workers.
-    config: Mapping[str, Any] = {}
+    config: Mapping[str, object] = {}
     seed: Optional[int] = None
     #: Whether it has a length although its stream has none.
     unknown_length = False

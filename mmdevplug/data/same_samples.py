@@ -115,7 +115,7 @@ def stream_of(loop: AnyLoop, name: str) -> Optional[Stream]:
     return Stream(loader, name) if is_one else None
 
 
-def _facts(runner: AnyRunner, loop: AnyLoop, loader: Any, config: Any) -> Facts:
+def _facts(runner: AnyRunner, loop: AnyLoop, loader: object, config: object) -> Facts:
     dataset, own = getattr(loader, 'dataset', None), sampler_of(loader)
     size = length_of(dataset)
     seed = None if runner._randomness_cfg.get('diff_rank_seed') else runner.seed

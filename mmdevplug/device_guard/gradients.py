@@ -1,6 +1,6 @@
 """Move gradients of custom functions back to the devices of their inputs."""
 
-from typing import Any, List, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ def _expected_devices(node: torch.autograd.Function) -> List[Tuple[int, torch.de
     return [(i, device) for i, device in devices if device is not None]
 
 
-def _expected_device(node: Any, position: int) -> Optional[torch.device]:
+def _expected_device(node: object, position: int) -> Optional[torch.device]:
     """The device of a node's gradient; None if it is unknown."""
     if hasattr(node, 'variable'):
         return node.variable.device

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mmdevplug.errors import DevPlugError
 
-_Mode: Any = getattr(torch.overrides, 'TorchFunctionMode', object)
+_Mode: object = getattr(torch.overrides, 'TorchFunctionMode', object)
 #: torch 1.12 has the class, but cannot enter it.
 HAS_MODES = hasattr(_Mode, '__enter__')
 

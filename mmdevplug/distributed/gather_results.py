@@ -4,7 +4,7 @@ MMEngine does it through a folder, which hosts need not share and which may not 
 with all results of all ranks on every rank.
 """
 
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 from torch import distributed as torch_dist
 
@@ -20,7 +20,7 @@ from .wire import dumps, loads
 CHUNK_BYTES = 8 << 20
 
 
-def gather_results(results: Sequence[Any]) -> Optional[List[List[Any]]]:
+def gather_results(results: Sequence[object]) -> Optional[List[List[object]]]:
     """Gather lists of any objects on rank 0, in little memory besides the results themselves.
 
     Rank 0 takes a chunk from each rank by turns: one is on its way at a time, and no rank waits
@@ -57,7 +57,7 @@ def gather_results(results: Sequence[Any]) -> Optional[List[List[Any]]]:
         count = max(1, min(2 * count, count * CHUNK_BYTES // message.numel()))
 
 
-def _refusal(results: List[Any], begin: int, error: Exception) -> SampleError:
+def _refusal(results: List[object], begin: int, error: Exception) -> SampleError:
     """Name the first result, at ``begin`` or behind it, that cannot be pickled."""
     for index in range(begin, len(results)):
         try:
@@ -73,8 +73,8 @@ def _refusal(results: List[Any], begin: int, error: Exception) -> SampleError:
     )
 
 
-def _receive(ranks: Sequence[int]) -> List[List[Any]]:
-    received: Dict[int, List[Any]] = {rank: [] for rank in ranks}
+def _receive(ranks: Sequence[int]) -> List[List[object]]:
+    received: Dict[int, List[object]] = {rank: [] for rank in ranks}
     sending = list(ranks)
     while sending:
         for rank in list(sending):

@@ -7,7 +7,7 @@ from torch import distributed as torch_dist
 
 from mmdevplug.utils.annotations import AnyGroup
 
-_BY_GROUP: 'WeakKeyDictionary[Any, Dict[str, Any]]' = WeakKeyDictionary()
+_BY_GROUP: 'WeakKeyDictionary[object, Dict[str, object]]' = WeakKeyDictionary()
 
 
 def values_of_group(group: AnyGroup) -> Dict[str, Any]:

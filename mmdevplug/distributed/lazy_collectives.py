@@ -1,14 +1,14 @@
 """Refuse collectives over gloo of tensors of a lazy device, which gloo returns unchanged."""
 
 import re
-from typing import Any, List
+from typing import List
 
 import torch
 
 from mmdevplug.errors import LaunchError
 
 #: Those that are registered, which they stay as long as they are kept.
-_libraries: List[Any] = []
+_libraries: List[object] = []
 
 
 def refuse_collectives(device: torch.device) -> None:

@@ -165,7 +165,7 @@ def _refuse_to_train_alone(exists: bool) -> None:
         )
 
 
-def _join_job(env: LaunchEnv, wait: timedelta, options: Dict[str, Any]) -> Any:
+def _join_job(env: LaunchEnv, wait: timedelta, options: Dict[str, object]) -> 'torch_dist.Store':
     """Connect to the store of the job, and watch for failures of the other ranks."""
     _refuse_meeting_places(options)
     env.export()
@@ -332,7 +332,7 @@ def _destroy_groups() -> None:
         logging.getLogger(__name__).debug('process groups ended with %s', error)
 
 
-def _refuse_meeting_places(options: Dict[str, Any]) -> None:
+def _refuse_meeting_places(options: Dict[str, object]) -> None:
     """Refuse options of ``init_process_group`` that the launcher sets."""
     if options.get('init_method') == 'env://':
         del options['init_method']
@@ -360,7 +360,7 @@ def to_timeout(
     return timedelta(seconds=min(float(seconds), LONGEST_TIMEOUT))
 
 
-def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Tuple[Any, str]:
+def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Tuple['torch_dist.Store', str]:
     """Get the store that all ranks share, before any backend is chosen, and its keys' prefix."""
     by_agent = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
     held = None
@@ -389,7 +389,7 @@ def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Tuple[Any, str]:
     return torch_dist.PrefixStore(prefix, store), prefix
 
 
-def _connect(env: LaunchEnv, timeout: timedelta, holds: bool) -> Any:
+def _connect(env: LaunchEnv, timeout: timedelta, holds: bool) -> 'torch_dist.Store':
     """Connect to the store, as ``torch.distributed.rendezvous('env://')`` does.
 
     But without waiting for the other ranks: who is missing at the first meeting is named there.

@@ -46,7 +46,7 @@ def wait_for_everyone(phase: str, timeout: Timeout = None) -> None:
     leave_together(store, env, prefix, meet(store, env, prefix, phase, limit))
 
 
-def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None) -> Any:
+def run_on_main(phase: str, function: Callable[[], object], timeout: Timeout = None) -> Any:
     """Call a function on rank 0 while the others wait for its result.
 
     Args:
@@ -71,7 +71,7 @@ def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None
     store, env, limit = job
     key = next_meeting(store, env, f'result/{phase}')
 
-    def run() -> Any:
+    def run() -> object:
         if env.rank:
             return None
         result = function()
@@ -112,7 +112,7 @@ def decide_together(
     set_text(store, f'{prefix}/{env.rank}', json.dumps(value))
     wait_for_everyone(phase, timeout)
 
-    def run() -> Any:
+    def run() -> object:
         values = []
         for rank in range(env.world_size):
             values.append(json.loads(get_text(store, f'{prefix}/{rank}')))
@@ -121,7 +121,7 @@ def decide_together(
     return run_on_main(phase, run, timeout)
 
 
-def _job(timeout: Timeout) -> Optional[Tuple[Any, LaunchEnv, timedelta]]:
+def _job(timeout: Timeout) -> Optional[Tuple['torch_dist.Store', LaunchEnv, timedelta]]:
     """The store, how this process was started, and how long to wait; None in a single process."""
     found = current_job()
     if found is None:

@@ -41,10 +41,10 @@ class _Parts(NamedTuple):
     """A container that is built when the pickle, which cannot change it then, has been read."""
 
     kind: type
-    names: Tuple[Any, ...]
-    parts: List[Any]
+    names: Tuple[object, ...]
+    parts: List[object]
 
-    def build(self, built: Callable[[Any], Any]) -> Any:
+    def build(self, built: Callable[[object], object]) -> object:
         container: Any = container_of(self.kind)
         return container.build(self.kind, self.names, list(map(built, self.parts)))
 
@@ -118,7 +118,7 @@ def loads(message: Tensor, device: torch.device = CPU, trusted: bool = False) ->
             gc.enable()
 
 
-def _read(message: Tensor, device: torch.device, trusted: bool) -> Any:
+def _read(message: Tensor, device: torch.device, trusted: bool) -> object:
     version, length, pickled = _HEAD.unpack(to_bytes(message[: _HEAD.size]))
     if version != VERSION:
         raise ValueError(f'version {version}')
@@ -182,7 +182,7 @@ def _read_dtype(name: str) -> Union[torch.dtype, np.dtype]:
     return found
 
 
-def _read_block(data: Tensor, name: str, shape: Sequence[int], count: int) -> Any:
+def _read_block(data: Tensor, name: str, shape: Sequence[int], count: int) -> object:
     """A stacked tensor, or a list of arrays with memory of their own."""
     dtype = _read_dtype(name)
     if isinstance(dtype, torch.dtype):
@@ -223,18 +223,18 @@ class _Pickler(pickle.Pickler):
         names, parts = container.names(value), container.parts(value)
         return 'parts', kind.__module__, kind.__qualname__, names, parts
 
-    def _add(self, dtype: str, shape: Tuple[int, ...], value: Any) -> Tuple[int, int]:
+    def _add(self, dtype: str, shape: Tuple[int, ...], value: object) -> Tuple[int, int]:
         block, rows = self.blocks.setdefault((dtype, shape), (len(self.blocks), []))
         rows.append(value)
         return block, len(rows) - 1
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, rows: Sequence[List[Any]], trusted: bool) -> None:
+    def __init__(self, file: io.BytesIO, rows: Sequence[List[object]], trusted: bool) -> None:
         super().__init__(file)
         self._rows, self._trusted = rows, trusted
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if self._trusted:
             return super().find_class(module, name)
         raise _unknown(module, name)

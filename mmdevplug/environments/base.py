@@ -244,7 +244,7 @@ def format_variables(variables: Mapping[str, str]) -> str:
     )
 
 
-def check_port(port: Any, origin: str) -> int:
+def check_port(port: Union[int, str], origin: str) -> int:
     """Refuse what is no port."""
     if re.fullmatch('[0-9]{1,5}', str(port)) is None or not 0 < int(port) < 65536:
         raise LaunchError(

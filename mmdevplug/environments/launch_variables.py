@@ -3,7 +3,7 @@
 import os
 from importlib import import_module
 from pathlib import Path
-from typing import Any, List, Mapping, Optional
+from typing import List, Mapping, Optional, Type
 
 from mmdevplug.errors import LaunchError
 
@@ -25,7 +25,7 @@ _CLASSES = dict(
 LAUNCHERS = tuple(_CLASSES)
 
 
-def environment_of(launcher: str) -> Any:
+def environment_of(launcher: str) -> Type[Environment]:
     """Return the subclass of :class:`Environment` for a launcher."""
     module, _, name = _CLASSES[launcher].partition(':')
     return getattr(import_module(f'.{module}', __package__), name)

@@ -30,7 +30,7 @@ def is_loopback(address: str) -> bool:
 
 def loopback_store(
     port: int, address: str = LOOPBACK, timeout: timedelta = timedelta(minutes=30)
-) -> Tuple[int, Any]:
+) -> Tuple[int, object]:
     """Make the store of a single-host job, which listens for as long as the store is kept.
 
     At port 0 it chooses a free one. Returns the port and the store, None where this PyTorch opens

@@ -29,7 +29,7 @@ _VENDORS = ('torch_npu', 'torch_mlu', 'torch_dipu', 'torch_musa')
 
 
 def read_settings(
-    given: Dict[str, Any], say: Say, environ: Optional[Mapping[str, str]] = None
+    given: Dict[str, object], say: Say, environ: Optional[Mapping[str, str]] = None
 ) -> LaunchOptions:
     """Lay flags over what the variables say, and check the result.
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from types import TracebackType
-from typing import Any, Callable, Optional, Sequence, Type
+from typing import Callable, Optional, Sequence, Type
 
 from mmdevplug.errors import RankFailedError, first_line
 from mmdevplug.utils.atomic_files import write_text
@@ -72,7 +72,7 @@ def note_path() -> Optional[str]:
     return os.environ.get('TORCHELASTIC_ERROR_FILE')
 
 
-def abort(message: str, callbacks: Sequence[Callable[[], Any]] = ()) -> None:
+def abort(message: str, callbacks: Sequence[Callable[[], object]] = ()) -> None:
     """End this process, even if its main thread hangs, with a message in the log.
 
     ``callbacks`` are called before, from another thread than the main one, which may hang

@@ -73,7 +73,7 @@ def describe_end(error: Any, folder: str, kills: int = 0) -> Tuple[int, str]:
     return 1, text
 
 
-def _read_notes(folder: Path) -> Dict[int, Dict[str, Any]]:
+def _read_notes(folder: Path) -> Dict[int, Dict[str, object]]:
     """Read what ranks wrote with ``note_for_agent`` since the last restart, by local rank."""
     starts = list(folder.glob('*/attempt_*'))
     newest = max(starts, key=lambda path: int(path.name[8:]), default=folder)

@@ -59,7 +59,7 @@ def enter_phase(text: str) -> None:
         PROCESS.watch.heartbeat.enter_phase(text)
 
 
-def before_abort(callback: Callable[[], Any]) -> None:
+def before_abort(callback: Callable[[], object]) -> None:
     """Register a function to be called before a process is ended that hangs in its main thread."""
     if PROCESS.watch is not None:
         PROCESS.watch.before_abort.append(callback)
@@ -120,7 +120,7 @@ def known_to_all(error: Exception) -> Exception:
     return error
 
 
-def current_job() -> Optional[Tuple[Any, LaunchEnv]]:
+def current_job() -> Optional[Tuple['torch_dist.Store', LaunchEnv]]:
     """The store and how this process was started, None where there is no watch."""
     watch = PROCESS.watch
     if watch is None:

@@ -98,7 +98,7 @@ class FailureWatch:
         # One store serves all ranks.
         self._pause = min(BEAT_SECONDS, max(_TICK, env.world_size / 512))
         self.events = HostEvents(watch_store, self.heartbeat.process_table, self._pause)
-        self.before_abort: List[Callable[[], Any]] = []
+        self.before_abort: List[Callable[[], object]] = []
         self._neighbour = (env.rank + 1) % env.world_size
         self.others = [*range(env.rank), *range(env.rank + 1, env.world_size)]
         self._reported = threading.Event()

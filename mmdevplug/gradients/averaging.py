@@ -92,7 +92,7 @@ class Averaging(ABC):
     #: Averages through host memory when backward has ended; None where DDP averages.
     staging: Optional[LazyStaging] = None
     #: The communication hook of the user, with its state.
-    users_hook: Optional[Tuple[object, Any]] = None
+    users_hook: Optional[Tuple[object, Callable]] = None
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -100,21 +100,21 @@ class Averaging(ABC):
         self.tolerates_unused = setting.find_unused
 
     @abstractmethod
-    def init(self, wrapper: Any, module: nn.Module, **arguments: Any) -> None:
+    def init(self, wrapper: Any, module: nn.Module, **arguments: object) -> None:
         """Set what DDP's constructor sets, for a module that is on its device."""
 
-    def start(self, wrapper: Any, trained: TrainableSet) -> None:
+    def start(self, wrapper: object, trained: TrainableSet) -> None:
         """Average the gradients of these parameters from here on."""
 
     @abstractmethod
-    def restart(self, wrapper: Any, trained: TrainableSet) -> None:
+    def restart(self, wrapper: object, trained: TrainableSet) -> None:
         """Average the gradients of other parameters than before from here on."""
 
-    def before_forward(self, wrapper: Any) -> None:
+    def before_forward(self, wrapper: object) -> None:
         """Raise ModelError if the last backward pass left gradients that are not averaged."""
 
     @abstractmethod
-    def forward(self, wrapper: Any, *inputs: object, **kwargs: object) -> Any:
+    def forward(self, wrapper: object, *inputs: object, **kwargs: object) -> object:
         """Call the module, so that its backward pass averages."""
 
     @abstractmethod
@@ -124,13 +124,13 @@ class Averaging(ABC):
     def before_update(self, optim_wrapper: AnyOptimWrapper) -> None:
         """Tell an optimizer wrapper what it has to know of the averages."""
 
-    def warm_up(self, wrapper: Any, data: Any, optim_wrapper: Any) -> None:
+    def warm_up(self, wrapper: object, data: object, optim_wrapper: AnyOptimWrapper) -> None:
         """Do what decides the order of sums, before a resumed training adds up its first."""
 
     def check_method(self, name: str) -> None:
         """Raise ModelError for a method of DDP that cannot work."""
 
-    def take_hook(self, hook: Tuple[object, Any]) -> None:
+    def take_hook(self, hook: Tuple[object, Callable]) -> None:
         """Note a communication hook of the user, with its state."""
 
 
@@ -139,12 +139,12 @@ class DDPAveraging(Averaging):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._arguments: Dict[str, Any] = {}
+        self._arguments: Dict[str, object] = {}
         #: Whether our hook is to average; DDP takes only one, before its first forward pass.
         self._hook_is_ours = setting.on_host or setting.policy.active or setting.compress
         self._hook_is_due = self._hook_is_ours
 
-    def init(self, wrapper: Any, module: nn.Module, **arguments: Any) -> None:
+    def init(self, wrapper: object, module: nn.Module, **arguments: object) -> None:
         """See :meth:`Averaging.init`."""
         setting = self.setting
         if setting.options.bucket_cap_mb is not None:
@@ -182,7 +182,7 @@ class DDPAveraging(Averaging):
         """See :meth:`Averaging.before_forward`."""
         refuse_unreduced(wrapper)
 
-    def forward(self, wrapper: Any, *inputs: object, **kwargs: object) -> Any:
+    def forward(self, wrapper: Any, *inputs: object, **kwargs: object) -> object:
         """See :meth:`Averaging.forward`."""
         if self._hook_is_due:
             self._hook_is_due = False
@@ -200,7 +200,7 @@ class DDPAveraging(Averaging):
         """See :meth:`Averaging.average`."""
         average_gradients(trained.named, self.setting.users_group, self.setting.policy)
 
-    def warm_up(self, wrapper: Any, data: Any, optim_wrapper: Any) -> None:
+    def warm_up(self, wrapper: Any, data: object, optim_wrapper: AnyOptimWrapper) -> None:
         """Run a backward pass, so that DDP orders its buckets before training resumes.
 
         After the first backward pass of a run DDP orders buckets by the time at which gradients
@@ -241,7 +241,7 @@ class StagedAveraging(Averaging):
         super().__init__(setting)
         self.tolerates_unused = True
 
-    def init(self, wrapper: Any, module: nn.Module, **arguments: Any) -> None:
+    def init(self, wrapper: Any, module: nn.Module, **arguments: object) -> None:
         """Set the attributes of DDP that its ``no_sync`` and other code read.
 
         DDP's constructor sends the parameters through the backend and makes a reducer. Both fail
@@ -258,7 +258,7 @@ class StagedAveraging(Averaging):
         wrapper.find_unused_parameters = arguments['find_unused_parameters']
         wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
 
-    def start(self, wrapper: Any, trained: TrainableSet) -> None:
+    def start(self, wrapper: object, trained: TrainableSet) -> None:
         """See :meth:`Averaging.start`."""
         setting, size = self.setting, self.setting.options.bucket_cap_mb
         with trained.requiring_gradients():
@@ -272,12 +272,12 @@ class StagedAveraging(Averaging):
                 before=self.staging,
             )
 
-    def restart(self, wrapper: Any, trained: TrainableSet) -> None:
+    def restart(self, wrapper: object, trained: TrainableSet) -> None:
         """See :meth:`Averaging.restart`."""
         broadcast_tensors(trained.new, self.setting.accelerator, self.setting.users_group)
         self.start(wrapper, trained)
 
-    def forward(self, wrapper: Any, *inputs: object, **kwargs: object) -> Any:
+    def forward(self, wrapper: Any, *inputs: object, **kwargs: object) -> object:
         """See :meth:`Averaging.forward`."""
         wrapper.send_buffers(wrapper.require_forward_param_sync)
         outputs = wrapper.module(*inputs, **kwargs)

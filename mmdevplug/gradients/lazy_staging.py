@@ -10,6 +10,7 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tu
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mmdevplug.accelerators import Accelerator, devices_of
 from mmdevplug.distributed.byte_exchange import group_by_bytes
@@ -85,7 +86,7 @@ class LazyStaging:
         even = -(-size // max(1, round(size / BUCKET_BYTES)))
         self._bucket_bytes = bucket_bytes or even
         self._divided: Optional[Tuple[List[int], List[Bucket]]] = None
-        self._hooks: List[Any] = []
+        self._hooks: List[RemovableHandle] = []
         self._used: List[bool] = []
         self._begin_iteration()
         if before is not None:

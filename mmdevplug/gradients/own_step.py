@@ -7,7 +7,7 @@ are averaged when the model asks for an update.
 
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce, wraps
-from typing import Any, Callable, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Sequence, Tuple, TypeVar
 
 import torch
 from mmengine.model import BaseModel
@@ -22,6 +22,8 @@ from mmdevplug.utils.annotations import AnyGroup, AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 
 from .lazy_staging import SUMMED_IN
+
+Result = TypeVar('Result')
 
 
 def has_own_step(module: nn.Module) -> bool:
@@ -46,7 +48,7 @@ def averaging_updates(
     """
     inside: List[bool] = []
 
-    def update(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def update(step: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         average()
         inside.append(True)
         try:
@@ -54,7 +56,7 @@ def averaging_updates(
         finally:
             inside.pop()
 
-    def check(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def check(step: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         if not inside:
             raise ModelError(
                 f'{model}.train_step calls step() of an optimizer, whose gradients are those of '
@@ -71,7 +73,7 @@ def averaging_updates(
 
 
 @contextmanager
-def _replaced_step(owner: Any, call: Callable[..., Any]) -> Iterator[None]:
+def _replaced_step(owner: Any, call: Callable[..., object]) -> Iterator[None]:
     before, own = owner.step, 'step' in vars(owner)
     # PyTorch's schedulers look for attributes of the method.
     owner.step = wraps(before)(partial(call, before))

@@ -29,7 +29,7 @@ from .wrapper import DeviceDistributedDataParallel
 class _Part(DeviceDistributedDataParallel):
     """Average the gradients of a part, unless all its parameters are frozen."""
 
-    def forward(self, *inputs: object, **kwargs: object) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
         if _is_trainable(self.module):
             return super().forward(*inputs, **kwargs)
         # E.g. the discriminator while the generator learns: there is no gradient to average.
@@ -64,7 +64,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         broadcast_buffers: bool = False,
         find_unused_parameters: bool = False,
         accelerator: AcceleratorConfig = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         # As MMEngine does, instead of the constructor of DDP.
         nn.Module.__init__(self)

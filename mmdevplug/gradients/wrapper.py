@@ -1,7 +1,7 @@
 """Wrap a model for data parallel training on any device."""
 
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Union
+from typing import Callable, Dict, List, Optional, Union
 
 import torch
 from mmengine.logging import print_log
@@ -152,7 +152,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self.averaging.restart(self, self._trainable)
         self._loss_checked = False
 
-    def forward(self, *inputs: object, **kwargs: object) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
         """Call the module; see :meth:`torch.nn.parallel.DistributedDataParallel.forward`."""
         if torch.is_grad_enabled():
             self.averaging.before_forward(self)
@@ -196,7 +196,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self.step_materialized = True
         log_norms(optim_wrapper)
 
-    def _run_own_step(self, data: Any, optim_wrapper: AnyOptimWrapper) -> Dict[str, Tensor]:
+    def _run_own_step(self, data: object, optim_wrapper: AnyOptimWrapper) -> Dict[str, Tensor]:
         """Call the model's own ``train_step``, and average before each of its updates."""
         name = type(self.module).__name__
         if not self._loss_checked:
@@ -252,7 +252,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         super().register_comm_hook(state, hook)
         self.averaging.take_hook((state, hook))
 
-    def join(self, *args: object, **kwargs: object) -> Any:
+    def join(self, *args: object, **kwargs: object) -> object:
         """Train with uneven inputs; see :meth:`torch.nn.parallel.DistributedDataParallel.join`.
 
         Raises:

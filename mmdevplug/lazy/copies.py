@@ -118,7 +118,7 @@ class HostCopies:
             self.anchors.append(anchor)
         return tensors
 
-    def is_there(self, value: Any) -> bool:
+    def is_there(self, value: object) -> bool:
         """Whether this is a tensor on the device."""
         return isinstance(value, Tensor) and value.device.type == self._accelerator.device_type
 

@@ -137,7 +137,7 @@ def _chooses(head: nn.Module) -> bool:
 def _on_one_device(parse: Callable) -> Callable:
     """Bring losses that other parts of the model computed on the device to those on the host."""
 
-    def parse_losses(losses: Any) -> Any:
+    def parse_losses(losses: object) -> object:
         there = [t for t in tensors_in(losses) if t.device.type != 'cpu']
         if there and len(there) < len(tensors_in(losses)):
             copies = HostCopies(rank_context().accelerator, there)
@@ -171,11 +171,11 @@ def refusal(module: nn.Module, method: str, problem: str) -> ModelError:
 class _HostView(dict):
     """The parameters, the buffers or the attributes of a module; reading one gives its copy."""
 
-    def __init__(self, tensors: dict, read: Callable[[str, Any], Any]) -> None:
+    def __init__(self, tensors: dict, read: Callable[[str, object], object]) -> None:
         super().__init__(tensors)
         self._read = read
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return self._read(name, super().__getitem__(name))
 
 
@@ -196,7 +196,7 @@ class HostLosses:
         #: Those of the latest copies, where a head that goes on with the loss takes them.
         self.anchors: Optional[List[Tensor]] = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         compute = getattr(type(self.head), self.method)
         accelerator = rank_context().accelerator
         if not accelerator.compilation.lazy:
@@ -238,7 +238,7 @@ class HostLosses:
                 if holder.get(name) is copy:
                     holder[name] = value
 
-    def _plain(self) -> Iterator[Tuple[dict, str, Any]]:
+    def _plain(self) -> Iterator[Tuple[dict, str, object]]:
         """Tensors, and lists of them, in attributes of the head and in dicts there."""
         for part in self.head.modules():
             attributes = {n: v for n, v in vars(part).items() if n not in _PLACES}
@@ -248,7 +248,7 @@ class HostLosses:
                         yield holder, name, value
 
     def _reader(self, part: nn.Module, place: str, copies: HostCopies) -> Callable:
-        def read(name: str, tensor: Any) -> Any:
+        def read(name: str, tensor: object) -> object:
             if copies.is_there(tensor):
                 self._slots[part, place, name] = None
             return copies.of(tensor)
@@ -257,7 +257,7 @@ class HostLosses:
 
     @contextmanager
     def _refusing_others(self, copies: HostCopies) -> Iterator[None]:
-        def check(module: nn.Module, _: Any) -> None:
+        def check(module: nn.Module, _: object) -> None:
             held = vars(module)['_parameters']
             if not isinstance(held, _HostView) and any(map(copies.is_there, held.values())):
                 problem = f'it calls {type(module).__name__}, which is on the device'

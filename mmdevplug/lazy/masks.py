@@ -45,7 +45,7 @@ class _Masks:
         for network in head.children():
             network.register_forward_hook(self._fetch)
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: object, *args: object, **kwargs: object) -> object:
         chosen = tensors_in((args, kwargs))
         self._active = bool(chosen) and all(each.device.type == 'cpu' for each in chosen)
         try:
@@ -54,7 +54,7 @@ class _Masks:
         finally:
             self._active, self.losses.anchors = False, []
 
-    def _fetch(self, _: nn.Module, __: Any, output: Any) -> Any:
+    def _fetch(self, _: nn.Module, __: object, output: object) -> object:
         if not self._active:
             return output
         # Gradients of earlier copies wait for those of later ones: a varying order of additions

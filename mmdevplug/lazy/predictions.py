@@ -54,7 +54,7 @@ def materialize_predictions(
         return
     merge: Any = module.merge_preds
 
-    def merge_as_one(*args: object, **kwargs: object) -> Any:
+    def merge_as_one(*args: object, **kwargs: object) -> object:
         merged = merge(*args, **kwargs)
         materialize()
         return merged
@@ -123,7 +123,7 @@ class FinishedOnHost:
         self.module, self.method, self._predicts = module, method, predicts
         self._before = vars(module).get(method)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self._predicts():
             args, kwargs = to_device((args, kwargs), 'cpu')
         elif self._before is not None:

@@ -22,13 +22,13 @@ def make_queries_on_host(model: nn.Module, truth: Any) -> None:
     """
     for part in model.modules():
         generator = getattr(part, 'dn_query_generator', None)
-        head: Any = getattr(part, 'bbox_head', None)
+        head: object = getattr(part, 'bbox_head', None)
         embedding = getattr(generator, 'label_embedding', None)
         if not isinstance(embedding, nn.Embedding) or not hasattr(head, 'split_outputs'):
             continue
         kind = type(generator)
 
-        def call(self: Any, samples: Any, kind: type = kind) -> Tuple[Any, ...]:
+        def call(self: object, samples: object, kind: type = kind) -> Tuple[object, ...]:
             return _padded_queries(self, kind, truth.of(samples))
 
         # PyTorch would call `forward`, which these modules do not have.

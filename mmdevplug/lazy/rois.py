@@ -85,7 +85,7 @@ class Steps:
         finally:
             self._finish()
 
-    def fetch(self, nested: Any) -> Any:
+    def fetch(self, nested: object) -> Any:
         """Replace tensors on the device, all fetched in one call."""
         if self.copies is None:
             self.copies = HostCopies(rank_context().accelerator, tensors_in(nested))
@@ -105,7 +105,7 @@ class Steps:
             chosen = [(test.get(name) or {}).get('max_per_img', 0) for name in ('rcnn', 'rpn')]
         self.limits = tuple(sorted({images * count for count in chosen if count > 0}))
 
-    def note_extracted(self, _: nn.Module, inputs: Any, output: Any) -> Any:
+    def note_extracted(self, _: nn.Module, inputs: object, output: object) -> Any:
         """Let the gradients of RoI features wait for those of other networks.
 
         Features of a network of the RoI head, as HTC's semantic ones, get theirs at once.
@@ -141,7 +141,7 @@ class Steps:
         device = copies.device
         return list(ToDevice.apply(gate, tensors, rows, device, len(anchors), *anchors, *sources))
 
-    def fetch_outputs(self, outputs: Any) -> HostCopies:
+    def fetch_outputs(self, outputs: object) -> HostCopies:
         """Fetch the outputs of a network, whose gradients wait for those of later networks.
 
         Otherwise the order of networks in backward would vary between steps, and each order would
@@ -236,7 +236,7 @@ class ToDevice(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Tuple[Any, ...]:
-        result: List[Any] = [None] * len(gradients)
+        result: List[object] = [None] * len(gradients)
         anchors = [torch.zeros(())] * ctx.anchors
         here = [i for i, gradient in enumerate(gradients) if gradient is not None]
         given = [gradients[i] for i in here]
@@ -268,7 +268,7 @@ class _Step:
     def __init__(self, steps: Steps, method: str) -> None:
         self.steps, self.method = steps, method
 
-    def __call__(self, inputs: Any, samples: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, inputs: object, samples: object, *args: object, **kwargs: object) -> object:
         detector = self.steps.detector
         with self.steps.step(self.method), refusing_mixed_devices(detector, self.method):
             if self.steps.active:
@@ -282,7 +282,7 @@ class _FirstStage:
     def __init__(self, steps: Steps, head: nn.Module) -> None:
         self.steps, self.head = steps, head
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: object, *args: object, **kwargs: object) -> object:
         outputs = type(self.head).forward(self.head, x, *args, **kwargs)
         return self.steps.fetch((outputs, x))[0] if self.steps.active else outputs
 
@@ -293,7 +293,7 @@ class _OfStage:
     def __init__(self, steps: Steps, method: Callable) -> None:
         self.steps, self.method = steps, method
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self.steps.active:
             args, kwargs = self.steps.fetch((args, kwargs))
         return self.method(*args, **kwargs)
@@ -324,7 +324,7 @@ class _Network:
         #: By the limits of a step: rows that were needed so far.
         self._rows: Dict[Tuple[int, ...], int] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         steps, forward = self.steps, type(self.network).forward
         if steps.copies is None:
             return forward(self.network, *args, **kwargs)
@@ -375,7 +375,7 @@ class _Losses(HostLosses):
         super().__init__(head, 'loss_and_target')
         self.steps = steps
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self.steps.copies is None:
             return type(self.head).loss_and_target(self.head, *args, **kwargs)
         return super().__call__(*args, **kwargs)

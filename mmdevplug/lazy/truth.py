@@ -38,10 +38,10 @@ class HostTruth:
             preprocessor.cast_data = self._cast_inputs
             preprocessor.register_forward_hook(self._send)
 
-    def _cast_inputs(self, data: Any) -> Any:
+    def _cast_inputs(self, data: object) -> object:
         return data.to('cpu') if isinstance(data, BaseDataElement) else self._cast(data)
 
-    def _send(self, preprocessor: BaseDataPreprocessor, _: Any, output: Any) -> Any:
+    def _send(self, preprocessor: BaseDataPreprocessor, _: object, output: object) -> object:
         sent = to_device(output, self._device or preprocessor.device)
         samples: List[Any] = [
             part.get('data_samples') if isinstance(part, dict) else None for part in (output, sent)
@@ -78,7 +78,7 @@ class WithHostTruth:
     def __init__(self, head: Any, truth: HostTruth) -> None:
         self.head, self.truth = head, truth
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         args = tuple(map(self.truth.of, args))
         kwargs = {name: self.truth.of(arg) for name, arg in kwargs.items()}
         return type(self.head).loss(self.head, *args, **kwargs)

@@ -1,6 +1,6 @@
 """Prepare a model for a lazy device: what has other shapes in each batch goes to the host."""
 
-from typing import Any, Union
+from typing import Union
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class _Scatter:
     def __init__(self, scatter: nn.Module) -> None:
         self.scatter = scatter
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
         image = type(self.scatter).forward(self.scatter, *args, **kwargs)
         device = rank_context().accelerator.current_device()
         return ToDevice.apply(None, [image], 0, device, 0, image)[0]

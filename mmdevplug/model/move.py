@@ -116,7 +116,7 @@ def misplaced_by_plan(
             yield name, tensor, planned
 
 
-def place_by_plan(model: nn.Module, plan: Any) -> None:
+def place_by_plan(model: nn.Module, plan: object) -> None:
     """Move each parameter and buffer that is not where the plan has it; refuse if one stays."""
     from accelerate.utils import set_module_tensor_to_device
 

@@ -23,7 +23,7 @@ from .passes import Preparation, prepare
 def place_model(
     model: nn.Module,
     context: DeviceContext,
-    model_wrapper_cfg: Optional[Mapping[str, Any]] = None,
+    model_wrapper_cfg: Optional[Mapping[str, object]] = None,
     sync_bn: Optional[str] = None,
     find_unused_parameters: bool = False,
     spread: Optional[Callable[[nn.Module], nn.Module]] = None,
@@ -84,7 +84,7 @@ def _build_wrapper(cfg: Dict[str, Any], model: nn.Module) -> nn.Module:
 
 
 def wrapper_config(
-    model_wrapper_cfg: Optional[Mapping[str, Any]], find_unused_parameters: bool = False
+    model_wrapper_cfg: Optional[Mapping[str, object]], find_unused_parameters: bool = False
 ) -> Dict[str, Any]:
     """Decide on the model wrapper.
 

@@ -1,7 +1,7 @@
 """Where the weights of a model are: what a runner asks about it, from build to checkpoint."""
 
 from contextlib import nullcontext
-from typing import Any, Callable, ContextManager, Mapping, Optional, Sequence
+from typing import Callable, ContextManager, Mapping, Optional, Sequence
 
 import torch
 from mmengine.logging import MMLogger
@@ -49,7 +49,7 @@ class Placement:
         return model
 
     def place(
-        self, model: nn.Module, runner: AnyRunner, wrapper: Optional[Mapping[str, Any]] = None
+        self, model: nn.Module, runner: AnyRunner, wrapper: Optional[Mapping[str, object]] = None
     ) -> nn.Module:
         """Put the model on its devices, and wrap it if the job is distributed."""
         return place_model(
@@ -73,11 +73,11 @@ class Placement:
     def check_hooks(self, runner: AnyRunner) -> None:
         """Refuse hooks that need what the placement does not give."""
 
-    def loading(self) -> ContextManager[Any]:
+    def loading(self) -> ContextManager[object]:
         """The context in which whole weights are loaded into the placed model."""
         return nullcontext()
 
-    def collect(self, state: Any, folder: Optional[str], part: str) -> Any:
+    def collect(self, state: object, folder: Optional[str], part: str) -> object:
         """Make a state whole on rank 0, or write its tensors to a folder; all ranks call it."""
         return state
 

@@ -7,7 +7,7 @@ model that trains well predicts with a mean of 0 and a variance of 1.
 from typing import Any, Tuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmdevplug.accelerators import Accelerator
@@ -52,7 +52,7 @@ def _updates(device: torch.device) -> bool:
 
 
 @torch.no_grad()
-def _update(layer: Any, inputs: Tuple[Any, ...]) -> None:
+def _update(layer: Any, inputs: Tuple[Tensor, ...]) -> None:
     if not layer.training:
         return
     batch = inputs[0].detach().to(layer.running_mean.dtype)

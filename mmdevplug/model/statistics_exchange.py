@@ -1,6 +1,6 @@
 """Compute the statistics of batch normalization, and combine those of all ranks."""
 
-from typing import Any, NamedTuple, Tuple
+from typing import NamedTuple, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -119,7 +119,7 @@ def prepare_statistics_group() -> None:
     made['statistics'] = torch_dist.new_group(timeout=group_timeout())
 
 
-def statistics_group(process_group: AnyGroup) -> Any:
+def statistics_group(process_group: AnyGroup) -> AnyGroup:
     """The group that averages a layer's statistics; None if it has one rank."""
     if not (torch_dist.is_available() and torch_dist.is_initialized()):
         return None

@@ -27,7 +27,7 @@ class PlanOptions(NamedTuple):
     """Arguments of :func:`plan` besides the model and the devices."""
 
     strategy: str = 'balanced'
-    max_memory: Union[None, str, Mapping[Any, Size]] = None
+    max_memory: Union[None, str, Mapping[object, Size]] = None
     no_split: Union[None, str, Iterable[str]] = None
     balance_threshold: float = 0.3
     force_balance: Optional[bool] = None

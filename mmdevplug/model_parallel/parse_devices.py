@@ -101,7 +101,7 @@ def _names(part: object, device_type: Optional[str]) -> List[str]:
 
 
 def parse_max_memory(
-    max_memory: Union[None, str, Mapping[Any, Size]], devices: Sequence[str]
+    max_memory: Union[None, str, Mapping[object, Size]], devices: Sequence[str]
 ) -> Dict[str, int]:
     """Parse the memory that each device may use.
 

@@ -54,7 +54,7 @@ def patch_autocast(accelerator: Accelerator, compiled: bool = False) -> None:
         patch_symbol(_GENERATOR, '__code__', _redirected.__code__, KEPT)
 
 
-def prepare_compiling(accelerator: Accelerator, optim_wrapper: Any) -> None:
+def prepare_compiling(accelerator: Accelerator, optim_wrapper: object) -> None:
     """Keep torch.compile from our own functions, and from what it cannot trace of MMEngine's.
 
     ``paramwise_cfg`` makes parameter groups of MMEngine's ``ConfigDict``, at which the compiler of
@@ -119,7 +119,7 @@ def patch_cuda_autocast(accelerator: Accelerator) -> None:
 
     def of_device(function: Callable, place: int) -> Callable:
         @wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
+        def call(*args: object, **options: object) -> object:
             if args[place : place + 1] == ('cuda',):
                 args = (*args[:place], kind, *args[place + 1 :])
             return function(*args, **options)

@@ -1,7 +1,7 @@
 """Let ranks meet where PyTorch's barrier asks for an accelerator that it does not know."""
 
 from functools import wraps
-from typing import Any, Callable
+from typing import Callable
 
 import torch
 from torch import distributed as torch_dist
@@ -36,7 +36,7 @@ def _barrier_without_device(original: Callable) -> Callable:
     @wraps(original)
     def barrier(
         group: AnyGroup = None, async_op: bool = False, *args: object, **kwargs: object
-    ) -> Any:
+    ) -> object:
         outside = group == torch_dist.GroupMember.NON_GROUP_MEMBER
         if outside or not takes_host_tensors(group):
             return original(group, async_op, *args, **kwargs)

@@ -6,7 +6,7 @@ each of which is an execution; PyTorch knows them on the host. And it samples wi
 """
 
 from functools import lru_cache, partial
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from typing import Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ class HostSizes(Tensor):
         cls,
         function: Callable,
         types: Sequence[type],
-        args: Tuple[Any, ...] = (),
-        kwargs: Optional[Dict[str, Any]] = None,
-    ) -> Any:
+        args: Tuple[object, ...] = (),
+        kwargs: Optional[Dict[str, object]] = None,
+    ) -> object:
         kwargs = kwargs or {}
         if function is Tensor.to and [type(arg) for arg in args[1:]] == [torch.device]:
             return args[0]
@@ -67,7 +67,7 @@ def _host_sizes(tensor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=None)
-def _register_grid_sampler() -> Any:
+def _register_grid_sampler() -> object:
     """Compute bilinear samples and their gradients from operators that torch_xla has."""
     decomposed = decomposition_of('grid_sampler_2d')
     if decomposed is None:

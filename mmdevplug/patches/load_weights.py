@@ -59,7 +59,7 @@ class Fit(NamedTuple):
             parts[-1] += '. What was not loaded keeps its initial values'
         return f'Checkpoint {filename} fits the model in part: {", ".join(parts)}.'
 
-    def refuse_if_nothing_fits(self, filename: str, weights: Mapping[str, Any]) -> None:
+    def refuse_if_nothing_fits(self, filename: str, weights: Mapping[str, object]) -> None:
         """Raise CheckpointError if the model has names and none was loaded."""
         if self.loaded or not self.model:
             return
@@ -77,7 +77,7 @@ class Fit(NamedTuple):
 
 def load_state_dict(
     module: nn.Module,
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, object],
     strict: bool = False,
     logger: object = None,
     filename: Optional[str] = None,
@@ -96,7 +96,7 @@ def load_state_dict(
     return fit
 
 
-def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> Fit:
+def load_weights(model: nn.Module, state_dict: Mapping[str, object]) -> Fit:
     """Load what fits of a ``state_dict``, as MMEngine does, and return what does and what not."""
     names: List[str] = []
     missing: List[str] = []
@@ -148,7 +148,7 @@ def _some(names: Sequence[str], separator: str = ', ') -> str:
     return separator.join(names[:_SHOWN]) + (f' and {more} more' if more > 0 else '')
 
 
-def _hint(names: Sequence[str], state_dict: Mapping[str, Any]) -> str:
+def _hint(names: Sequence[str], state_dict: Mapping[str, object]) -> str:
     """Advise on weights that have other prefixes in the checkpoint, or fit only a part."""
     inside = [key for key, value in state_dict.items() if isinstance(value, Mapping) and value]
     if inside:

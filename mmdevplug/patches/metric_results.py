@@ -3,7 +3,7 @@
 import sys
 from functools import wraps
 from itertools import chain, zip_longest
-from typing import Any, Callable, Optional
+from typing import Callable, Optional
 
 from mmengine.dist import dist as dist_functions, get_world_size
 from torch import distributed as torch_dist
@@ -39,9 +39,9 @@ def _after_main(broadcast: Callable) -> Callable:
         object_list: list,
         src: Optional[int] = 0,
         group: AnyGroup = None,
-        *args: Any,
-        **options: Any,
-    ) -> Any:
+        *args: object,
+        **options: object,
+    ) -> object:
         of_all = group is None or group == torch_dist.GroupMember.WORLD
         if of_all and not (src or options.get('group_src')):
             # While it lives, which its heartbeat tells; else the timeout holds.

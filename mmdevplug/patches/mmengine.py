@@ -97,7 +97,7 @@ def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:
     """Let the models of inferencers run on any device, on lazy ones each batch as one graph."""
 
     @wraps(init_model)
-    def init(*args: object, **kwargs: object) -> Any:
+    def init(*args: object, **kwargs: object) -> object:
         # SyncBatchNorm of PyTorch 1 takes CUDA tensors only.
         model = revert_sync_batchnorm(init_model(*args, **kwargs))
         devices = accelerator.compilation.recording(model.parameters())
@@ -175,8 +175,10 @@ def _patch_instance_data() -> None:
             return isinstance(instance, Tensor) and instance.dtype == cls.dtype
 
     # `InstanceData.__getitem__` looks these names up and reads their `__args__`.
-    masks: Any = Union[torch.BoolTensor, _OfDtype('AnyBoolTensor', (), dict(dtype=torch.bool))]
-    indices: Any = Union[torch.LongTensor, _OfDtype('AnyLongTensor', (), dict(dtype=torch.int64))]
+    masks: object = Union[torch.BoolTensor, _OfDtype('AnyBoolTensor', (), dict(dtype=torch.bool))]
+    indices: object = Union[
+        torch.LongTensor, _OfDtype('AnyLongTensor', (), dict(dtype=torch.int64))
+    ]
     patch_symbol(instance_data, 'BoolTypeTensor', masks)
     patch_symbol(
         instance_data, 'IndexType', Union[str, slice, int, list, indices, masks, np.ndarray]
@@ -187,7 +189,7 @@ def _safely(loader: Any) -> Callable:
     """Let a loader of MMEngine's ``CheckpointLoader`` run no code of a file."""
 
     @wraps(loader)
-    def load(filename: str, *args: object, **kwargs: object) -> Any:
+    def load(filename: str, *args: object, **kwargs: object) -> object:
         with safe_loading(filename):
             return loader(filename, *args, **kwargs)
 
@@ -208,7 +210,7 @@ def _in_own_memory(update: Callable) -> Callable:
     The first update copies the weights. On torch_xla 2.9 a copy shares the buffer, and the next
     update would give the buffer away, with the weights that are frozen or still accumulate.
     """
-    owners: Any = WeakSet()
+    owners: WeakSet[object] = WeakSet()
 
     @wraps(update)
     def update_parameters(average: Any, model: nn.Module) -> None:

@@ -5,7 +5,7 @@ to batch, so a lazy device runs half of the iteration to know it and recompiles 
 """
 
 import sys
-from typing import Any, Callable, Optional, Tuple, Union
+from typing import Callable, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ def _masked(original: Callable) -> Callable:
         topk: Union[int, Tuple[int, ...]] = 1,
         thresh: Optional[float] = None,
         ignore_index: Optional[int] = None,
-    ) -> Any:
+    ) -> object:
         if ignore_index is None or thresh is not None or pred.size(0) == 0:
             return original(pred, target, topk, thresh, ignore_index)
         several = topk if isinstance(topk, tuple) else (topk,)

@@ -67,7 +67,7 @@ def replace_runner() -> None:
 def _build_ours(runner_class: Any, is_asked: Any) -> None:
     from_cfg = runner_class.from_cfg.__func__
 
-    def build(cls: Any, cfg: Any) -> Any:
+    def build(cls: object, cfg: object) -> object:
         ours: Any = ours_for(cls) if is_asked(cfg) else cls
         return from_cfg(cls, cfg) if ours is cls else ours.from_cfg(cfg)
 

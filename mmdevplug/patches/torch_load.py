@@ -30,7 +30,7 @@ from mmdevplug.utils.torch_compat import ALLOWS_RENAMED_CLASSES, TAKES_WEIGHTS_O
 
 # NumPy 2 moved it; 1.26 has an empty package in the new place.
 _numpy: Any = np
-_core: Any = getattr(np, '_core', None)
+_core: object = getattr(np, '_core', None)
 _multiarray: Any = _core.multiarray if hasattr(_core, 'multiarray') else _numpy.core.multiarray
 
 #: Containers and types of Python, whose creation runs no code.
@@ -51,7 +51,7 @@ _ONE_CYCLE = f'{OneCycleParamScheduler.__module__}.{OneCycleParamScheduler.__nam
 _ANNEALING = ('_annealing_cos', '_annealing_linear')
 
 
-def _method(owner: object, name: str) -> Any:
+def _method(owner: object, name: str) -> object:
     """Stand in for ``getattr`` in pickled methods: of log buffers, and OneCycleLR's annealing."""
     method = None
     if owner is _one_cycle and name in _ANNEALING:
@@ -63,7 +63,7 @@ def _method(owner: object, name: str) -> Any:
     return method
 
 
-def _rebuild_on_host(data: np.ndarray, dtype: torch.dtype, _: str, requires_grad: bool) -> Any:
+def _rebuild_on_host(data: np.ndarray, dtype: torch.dtype, _: str, requires_grad: bool) -> object:
     """Rebuild a tensor of a T20, which torch_gcu's own function sends to the current card."""
     return torch.from_numpy(data).to(dtype).requires_grad_(requires_grad)
 
@@ -90,7 +90,7 @@ _ALLOWED = [
     *zip(_REPLACED.values(), _REPLACED),
 ]
 #: Classes that users trust.
-_trusted: List[Any] = []
+_trusted: List[object] = []
 
 
 def trust_classes(names: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
     thread: Optional[int] = threading.get_ident()
 
     @wraps(torch.load)
-    def load(f: object, *args: object, **kwargs: object) -> Any:
+    def load(f: object, *args: object, **kwargs: object) -> object:
         if threading.get_ident() != thread:
             return patch.original(f, *args, **kwargs)
         if isinstance(f, (str, os.PathLike)):

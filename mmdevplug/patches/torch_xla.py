@@ -28,7 +28,7 @@ def _casting(type_of: Callable) -> Callable:
     """
 
     @wraps(type_of)
-    def cast(tensor: Tensor, dtype: Any = None, *args: object, **kwargs: object) -> Any:
+    def cast(tensor: Tensor, dtype: object = None, *args: object, **kwargs: object) -> object:
         if dtype is None and tensor.device.type == 'xla':
             of_host = type_of(torch.empty(0, dtype=tensor.dtype))
             return of_host.replace('torch.', 'torch.xla.', 1)

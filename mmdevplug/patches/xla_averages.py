@@ -18,7 +18,7 @@ def in_float32(average: Callable) -> Callable:
     """Average bfloat16 in float32: torch_xla keeps the sum in bfloat16, where it stops growing."""
 
     @wraps(average)
-    def averaged(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def averaged(input: Tensor, *args: object, **kwargs: object) -> Tensor:
         if input.device.type != 'xla' or input.dtype != torch.bfloat16:
             return average(input, *args, **kwargs)
         kind = kwargs.get('dtype') or torch.bfloat16
@@ -48,7 +48,11 @@ def adding_bias(function: Callable) -> Callable:
 
     @wraps(function)
     def computed(
-        input: Tensor, weight: Tensor, bias: Optional[Tensor] = None, *args: Any, **kwargs: Any
+        input: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor] = None,
+        *args: object,
+        **kwargs: object,
     ) -> Tensor:
         apart = bias is not None and input.device.type == 'xla' and torch.is_grad_enabled()
         half = apart and (weight.dtype in HALF or torch.is_autocast_enabled('xla'))
@@ -68,8 +72,8 @@ def dividing(average: Callable) -> Callable:
     def averaged(
         input: Tensor,
         kernel_size: Union[int, Tuple[int, ...]],
-        stride: Any = None,
-        padding: Any = 0,
+        stride: object = None,
+        padding: object = 0,
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: Optional[int] = None,

@@ -73,7 +73,7 @@ def patch_operators() -> None:
     patch_symbol(Tensor, 'where', _choosing_method(Tensor.where))
 
 
-def _replace(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
+def _replace(owner: object, name: str, make: Callable[[Callable], Callable]) -> None:
     before = getattr(owner, name)
     patch_symbol(owner, name, make(before))
     operator = _builtins._find_builtin(before)
@@ -86,7 +86,7 @@ def _for_xla(function: Callable, compute: Callable) -> Callable:
     taken = signature(function)
 
     @wraps(function)
-    def call(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def call(input: Tensor, *args: object, **kwargs: object) -> Tensor:
         if not isinstance(input, Tensor) or input.device.type != 'xla':
             return function(input, *args, **kwargs)
         options = dict(taken.bind(input, *args, **kwargs).arguments)
@@ -220,7 +220,7 @@ def _copying(method: Callable) -> Callable:
     """Copy where PyTorch copies: torch_xla shares memory, into which a later write goes."""
 
     @wraps(method)
-    def called(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def called(input: Tensor, *args: object, **kwargs: object) -> Tensor:
         result = method(input, *args, **kwargs)
         if input.device.type != 'xla':
             return result
@@ -244,7 +244,7 @@ def _copying(method: Callable) -> Callable:
     return called
 
 
-def _in_order(views: List[Any]) -> bool:
+def _in_order(views: List[object]) -> bool:
     return all(type(each).__name__ in _IN_ORDER for each in views)
 
 
@@ -293,7 +293,7 @@ def _clamping(clamp: Callable) -> Callable:
     """Clamp integers by fractions as floats: torch_xla cuts the result to integers."""
 
     @wraps(clamp)
-    def clamped(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def clamped(input: Tensor, *args: object, **kwargs: object) -> Tensor:
         if input.device.type == 'xla' and not input.is_floating_point():
             for bound in (*args, *kwargs.values()):
                 if isinstance(bound, (float, Tensor)):
@@ -307,7 +307,7 @@ def _over_all(extreme: Callable) -> Callable:
     """Reduce over all dimensions where none is given: torch_xla returns the tensor as it is."""
 
     @wraps(extreme)
-    def reduced(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def reduced(input: Tensor, *args: object, **kwargs: object) -> Tensor:
         if input.device.type == 'xla' and not args and kwargs.get('dim', ()) in ((), []):
             kwargs['dim'] = tuple(range(input.dim()))
         return extreme(input, *args, **kwargs)
@@ -337,10 +337,10 @@ def _with_largest(norm: Callable) -> Callable:
     @wraps(norm)
     def normed(
         input: Tensor,
-        p: Any = 'fro',
+        p: object = 'fro',
         dim: Any = None,
         keepdim: bool = False,
-        out: Any = None,
+        out: object = None,
         dtype: Any = None,
     ) -> Tensor:
         if input.device.type != 'xla' or p not in (math.inf, -math.inf) or out is not None:

@@ -41,7 +41,7 @@ def choose_placement(
     return Sharding(sharding)
 
 
-def _asks_for_spmd(device: Any, sharding: Any) -> bool:
+def _asks_for_spmd(device: object, sharding: object) -> bool:
     """Whether one process drives all chips; on torch_xla nothing else shards weights.
 
     ``device`` is the config of the accelerator, which learns it.

@@ -1,7 +1,5 @@
 """MMEngine's loop over iterations, which says that it is its ``run`` that trains."""
 
-from typing import Any
-
 from mmengine.registry import LOOPS
 from mmengine.runner import IterBasedTrainLoop
 from torch import nn
@@ -28,7 +26,7 @@ class DeviceIterBasedTrainLoop(IterBasedTrainLoop):
         return super().run()
 
 
-def ours_of_loop(cfg: Any) -> Any:
+def ours_of_loop(cfg: object) -> object:
     """Replace the class in a loop's config by ours, or put ours under it."""
     # MMEngine's runner takes `by_epoch=False` for this class.
     if isinstance(cfg, dict) and cfg.get('by_epoch') is False and 'type' not in cfg:

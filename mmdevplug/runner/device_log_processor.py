@@ -1,7 +1,7 @@
 """Fill the memory column of the log on any accelerator, and average losses over ranks."""
 
 import re
-from typing import Any, Dict, List, Tuple, Union
+from typing import Dict, List, Tuple, Union
 
 from mmengine.registry import LOG_PROCESSORS
 from mmengine.runner import LogProcessor
@@ -30,7 +30,7 @@ class DeviceLogProcessor(LogProcessor):
 
     lost = 'the log has no memory of other devices than CUDA, and losses are not averaged'
 
-    def __init__(self, average_losses: bool = False, **options: Any) -> None:
+    def __init__(self, average_losses: bool = False, **options: object) -> None:
         super().__init__(**options)
         if not isinstance(average_losses, bool):
             raise DevPlugError(
@@ -52,14 +52,14 @@ class DeviceLogProcessor(LogProcessor):
         return tag, line
 
     def get_log_after_epoch(
-        self, runner: AnyRunner, batch_idx: int, mode: str, *args: Any, **options: Any
+        self, runner: AnyRunner, batch_idx: int, mode: str, *args: object, **options: object
     ) -> Tuple[dict, str]:
         """See :meth:`mmengine.runner.LogProcessor.get_log_after_epoch`."""
         self._averaged = 'loss' if mode == 'val' else ''
         return super().get_log_after_epoch(runner, batch_idx, mode, *args, **options)
 
     def _collect_scalars(
-        self, custom_cfg: List[dict], runner: AnyRunner, mode: str, *args: Any
+        self, custom_cfg: List[dict], runner: AnyRunner, mode: str, *args: object
     ) -> dict:
         tag = super()._collect_scalars(custom_cfg, runner, mode, *args)
         if self.average_losses and self._averaged:

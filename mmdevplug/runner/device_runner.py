@@ -38,6 +38,7 @@ from mmdevplug.optim.adapt_config import adapt_optim_wrapper_cfg, check_optimize
 from mmdevplug.patches.autocast import prepare_compiling
 from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.registry import with_ours
+from mmdevplug.utils.annotations import Stateful
 from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
 
@@ -86,14 +87,14 @@ class DeviceRunner(Runner):
         train='an error of one rank does not end the others',
     )
     optim_wrapper: Any
-    param_schedulers: Any
+    param_schedulers: object
     _has_loaded: bool
     #: The training job, while and after it trains.
     job: Optional[Job] = None
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         accelerator: Optional[Union[str, Dict]] = None,
         model_parallel: Union[None, bool, Dict] = None,
         sharding: Union[None, bool, Dict] = None,
@@ -129,7 +130,7 @@ class DeviceRunner(Runner):
         trust_classes(self.cfg.get('checkpoint_classes') or ())
         super().setup_env(env_cfg)
 
-    def set_randomness(self, seed: Optional[int] = None, *args: Any, **kwargs: Any) -> None:
+    def set_randomness(self, seed: Optional[int] = None, *args: object, **kwargs: object) -> None:
         """Seed as MMEngine does, and the accelerator's own generators too."""
         super().set_randomness(seed, *args, **kwargs)
         self.device_context.accelerator.manual_seed(self._seed)
@@ -204,7 +205,7 @@ class DeviceRunner(Runner):
         check_sparse_gradients(self.model, self.device_context)
         return built
 
-    def build_param_scheduler(self, scheduler: object) -> Any:
+    def build_param_scheduler(self, scheduler: object) -> object:
         """Build schedulers; see :meth:`mmengine.runner.Runner.build_param_scheduler`."""
         self.resume_state.note_schedulers(scheduler)
         return super().build_param_scheduler(scheduler)
@@ -231,7 +232,7 @@ class DeviceRunner(Runner):
 
     # checkpoints --------------------------------------------------------------------------------
 
-    def add_participant(self, name: str, thing: Any) -> None:
+    def add_participant(self, name: str, thing: Stateful) -> None:
         """Save the state of something with each checkpoint, and restore it when resuming.
 
         Args:

@@ -10,11 +10,12 @@ from mmdevplug.data.checking import explain_no_batch
 from mmdevplug.device_guard.explain import explain_cuda
 from mmdevplug.errors import LaunchError
 from mmdevplug.fault_tolerance.failure import fail_together
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.model import unwrap_model
 
 
 @contextmanager
-def explained(runner: Any, stage: str) -> Iterator[None]:
+def explained(runner: AnyRunner, stage: str) -> Iterator[None]:
     """Explain an error of a loop, ``'train'``, ``'val'`` or ``'test'``; tell the other ranks."""
     if current_group() != runner.process_group:
         raise LaunchError(

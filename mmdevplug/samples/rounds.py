@@ -148,7 +148,7 @@ class Drawn(NamedTuple):
 
 
 def draw(
-    generate: Callable[[], Sequence[object]], is_valid: Callable[[Any], object], per_group: int
+    generate: Callable[[], Sequence[object]], is_valid: Callable[[object], object], per_group: int
 ) -> Drawn:
     """Draw once; an error is returned, because the other ranks wait for this one."""
     where = 'generate()'
@@ -182,7 +182,7 @@ def _in_groups(samples: Sequence[object], per_group: int) -> List[object]:
     return [list(samples[i : i + per_group]) for i in range(0, len(samples), per_group)]
 
 
-def _judge(is_valid: Callable[[Any], object], group: object, index: int) -> bool:
+def _judge(is_valid: Callable[[object], object], group: object, index: int) -> bool:
     try:
         found = is_valid(group)
     except StopIteration as error:

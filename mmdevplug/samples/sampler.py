@@ -114,14 +114,14 @@ class DynamicSampler:
     def __init__(
         self,
         generate: Callable[[], Sequence[object]],
-        is_valid: Callable[[Any], object],
+        is_valid: Callable[[object], object],
         target: int,
         max_resamples: int = 10,
         per_group: int = 1,
         on_short: str = 'error',
         group: AnyGroup = None,
         *,
-        collate: Union[None, str, Callable[..., Any]] = None,
+        collate: Union[None, str, Callable[..., object]] = None,
     ) -> None:
         for name, function in (('generate', generate), ('is_valid', is_valid)):
             if not callable(function):
@@ -147,14 +147,14 @@ class DynamicSampler:
         self._tally: Optional[Tally] = Tally.empty(self._world_size)
         self.last: Optional[SamplingReport] = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         """Begin, or begin another pass over the data if the one before has ended."""
         if self._over:
             self._over = self._ended = False
             self._tally = Tally.empty(self._world_size)
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         """Fill a pool; all ranks take part.
 
         Returns:

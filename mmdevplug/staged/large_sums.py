@@ -23,7 +23,7 @@ def share_sums(group: 'GroupBase', device_type: str) -> Optional[SharedSums]:
     All ranks of the group call it at the same time.
     """
 
-    def gather(value: object) -> List[Any]:
+    def gather(value: object) -> List[object]:
         return _gather_json(value, group.gloo, group.size())
 
     rank = group.rank()

@@ -7,12 +7,12 @@ take as many descriptors of each rank as there are ranks.
 import mmap
 import os
 import warnings
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
 
 from mmdevplug.utils.memory_file import MemoryFile, make_memory_file
 
 #: Gives every rank what each of them passes, of what JSON can write, in the order of ranks.
-Gather = Callable[[object], List[Any]]
+Gather = Callable[[object], List[object]]
 
 
 def group_by_host(names: Sequence[str]) -> List[List[int]]:

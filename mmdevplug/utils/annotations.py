@@ -33,7 +33,7 @@ Checkpoint = Dict[str, Any]
 class Stateful(Protocol):
     """What can be saved and restored: a loader, a hook, an optimizer, a scheduler."""
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         """Return numbers, strings, tensors and containers of these."""
 
     def load_state_dict(self, __state: Any) -> object:

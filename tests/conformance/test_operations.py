@@ -1,14 +1,14 @@
 """Compare operations and their gradients with the CPU's, on the samples of PyTorch's own tests."""
 
-from contextlib import suppress
+import json
 
 import pytest
-import torch
 
-from mmdevplug.utils.pytree import replace_parts, tensors_in
+from docs.numbers import operators
+from mmdevplug import init_device, patch_mmengine
 from mmdevplug.utils.torch_compat import import_version_module
 from tests.conformance.card import PRODUCT_TOLERANCE, TOLERANCE, missing_kernel
-from tests.difference import difference
+from tests.jobs import ROOT
 
 #: What models of OpenMMLab and transformers train with, by their names in ``op_db``.
 _NAMES = """
@@ -30,42 +30,33 @@ _PRODUCTS = """
     nn.functional.conv_transpose2d nn.functional.scaled_dot_product_attention
 """
 OPERATIONS, PRODUCTS = _NAMES.split(), _PRODUCTS.split()
-#: The order of equal values is left to the device: indices are not compared.
-WITH_INDICES = {'topk', 'sort', 'nn.functional.max_pool2d'}
-#: Samples that are left out on lazy devices, besides those of zero size and without dimensions:
-#: torch_xla 2.9 computes them wrongly, refuses them, or ends the process (SIGSEGV, SIGFPE).
-#: Models of OpenMMLab do without, or get a gradient of ours (frozen batch normalization).
-NOT_ON_LAZY = {
-    'amax': lambda sample: 'dim' not in sample.kwargs,
-    'amin': lambda sample: 'dim' not in sample.kwargs,
-    'repeat': lambda sample: 0 in sample.args[0],
-    'nn.functional.avg_pool2d': lambda sample: any(sample.args[5:]),  # divisor_override
-    'nn.functional.batch_norm': lambda sample: not sample.kwargs.get('training'),
-    'nn.functional.cross_entropy': lambda sample: sample.input.dim() < 2,
-    'nn.functional.interpolate': lambda s: s.kwargs.get('recompute_scale_factor') is False,
-    'nn.functional.nll_loss': lambda sample: sample.input.dim() < 2,
-}
-#: Of an operation, taken from the beginning to the end of PyTorch's list.
-SAMPLES = 4
+#: Of an operation: those of the page of numbers.
+SAMPLES = 3
+#: What the page of numbers says of an operator that must not be called.
+ENDS = 'ends the process'
 
 
 def compare_operations(card, names=(*OPERATIONS, *PRODUCTS)):
-    """What is wrong and what is missing, of the samples of every operation."""
-    known = _samples_of_pytorch()
+    """What is wrong and what is missing, of the samples of every operation, and their number."""
+    init_device('none', card.key)
+    patch_mmengine()
+    known = _operators_of_pytorch()
+    told, raise_errors = _told_by_the_page(card.accelerator.name)
     wrong, missing, count = {}, {}, 0
     for name in [name for name in names if name in known]:
-        print(f'{name} on {card.device}', flush=True)  # the last line names what ends the process
-        try:
-            samples = list(_computed(known[name], card.accelerator.compilation.lazy))
-            worst = max([_apart(card, known[name], *sample) for sample in samples], default=0.0)
-        except Exception as error:
-            # A vendor's library may raise anything.
-            kernel = missing_kernel(str(error))
-            (missing if kernel else wrong)[name] = kernel or f'{type(error).__name__}: {error}'
+        if ENDS in told.get(name, ()):
             continue
-        count += len(samples)
-        if not worst <= (PRODUCT_TOLERANCE if name in PRODUCTS else TOLERANCE):
-            wrong[name] = f'differs by {worst:.2g}'
+        print(f'{name} on {card.device}', flush=True)  # the last line names what ends the process
+        loose = PRODUCT_TOLERANCE / TOLERANCE if name in PRODUCTS else 1
+        found = operators.compare(known[name], 'float32', card.device, SAMPLES, loose)
+        kernel = missing_kernel(found.get('error', ''))
+        if kernel:
+            missing[name] = kernel
+        elif found['raised'] and name not in raise_errors:
+            wrong[name] = found['error']
+        elif found['differ'] and name not in told:
+            wrong[name] = found['what']
+        count += found['samples']
     return wrong, missing, count
 
 
@@ -78,17 +69,7 @@ def test_operations(asked):
     assert count > 200
 
 
-def _apart(card, info, sample, expected):
-    found = card.fetch(_compute(info, sample, card.device))
-    if len(found) != len(expected):
-        return float('inf')
-    # A gradient may be nothing but rounding errors of larger values.
-    sizes = [each.double().abs().max().item() for each in expected if each.numel()]
-    least = 0.1 * max((size for size in sizes if size < float('inf')), default=0.0)
-    return max((difference(a, b, least) for a, b in zip(found, expected)), default=0.0)
-
-
-def _samples_of_pytorch():
+def _operators_of_pytorch():
     import_version_module()
     try:
         from torch.testing._internal.common_methods_invocations import op_db
@@ -98,50 +79,9 @@ def _samples_of_pytorch():
     return {info.name: info for info in reversed(op_db)}
 
 
-def _computed(info, lazy):
-    """Some samples of an operation that the CPU takes, with its results."""
-    cpu = torch.device('cpu')
-    torch.manual_seed(0)
-    samples = [
-        sample
-        for sample in info.sample_inputs(
-            'cpu', torch.float32, requires_grad=info.supports_autograd
-        )
-        if not sample.kwargs.get('dropout_p') and not (lazy and _is_left_out(info.name, sample))
-    ]
-    step = max(1, len(samples) // SAMPLES)
-    for sample in samples[::step][:SAMPLES]:
-        # Some samples are for other devices.
-        with suppress(RuntimeError):
-            yield sample, _compute(info, sample, cpu)
-
-
-def _is_left_out(name, sample):
-    plain = all(each.numel() and each.dim() for each in tensors_in(sample.input))
-    return not plain or bool(NOT_ON_LAZY.get(name, lambda _: False)(sample))
-
-
-def _compute(info, sample, device):
-    """The results of an operation, and the gradients of its inputs."""
-
-    def move(tensor):
-        moved = tensor.detach().to(device, copy=True)
-        return moved.requires_grad_() if tensor.requires_grad else moved
-
-    given, args, kwargs = replace_parts((sample.input, sample.args, sample.kwargs), move)
-    outputs = tensors_in(info.op(given, *args, **kwargs))
-    if info.name in WITH_INDICES:
-        outputs = outputs[:1]
-    inputs = [each for each in tensors_in([given, *args, kwargs]) if each.requires_grad]
-    smooth = [each for each in outputs if each.requires_grad and each.numel()]
-    if not inputs or not smooth:
-        return outputs
-    # Weights that differ, so that a gradient at another place shows.
-    total = sum((each.to(torch.float32) * _weights(each)).sum() for each in smooth)
-    gradients = torch.autograd.grad(total, inputs, allow_unused=True)
-    return [*outputs, *(each for each in gradients if each is not None)]
-
-
-def _weights(like):
-    numbers = torch.arange(like.numel(), device='cpu', dtype=torch.float32)
-    return (torch.cos(numbers) + 1.5).reshape(like.shape).to(like.device)
+def _told_by_the_page(accelerator):
+    """The operators that differ, and those that raise errors, as the page of numbers says."""
+    path = ROOT / 'docs' / 'numbers' / f'{accelerator}.json'
+    page = json.loads(path.read_text()) if path.exists() else {}
+    different = [row for row in page.get('different', ()) if row['dtype'] == 'float32']
+    return {row['operator']: row['what'] for row in different}, page.get('raised', ())

@@ -22,7 +22,7 @@ REDUCED = (torch.float16, torch.bfloat16)
 
 @torch.no_grad()
 def call_on_host(
-    function: Callable, args: Sequence[Any], kwargs: Dict[str, Any], device: torch.device
+    function: Callable, args: Sequence[object], kwargs: Dict[str, object], device: torch.device
 ) -> Any:
     """Call an operator with host copies of its tensors on a device.
 
@@ -46,7 +46,7 @@ def call_on_host(
         host[key] = _widened(torch.zeros(there[key].shape, dtype=there[key].dtype))
     before = {key: tensor.clone() for key, tensor in host.items()} if outputs is None else {}
 
-    def on_host(value: object) -> Any:
+    def on_host(value: object) -> object:
         return host.get(id(value), value)
 
     result = function(
@@ -63,8 +63,8 @@ def call_on_host(
 
 @contextmanager
 def contiguous(
-    function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]
-) -> Iterator[Tuple[Sequence[Any], Dict[str, Any]]]:
+    function: Callable, args: Sequence[object], kwargs: Dict[str, object]
+) -> Iterator[Tuple[Sequence[object], Dict[str, object]]]:
     """Give an operator contiguous copies in place of other tensors, and copy back what it writes.
 
     A vision transformer gives its neck tensors in channels_last without being asked to.
@@ -100,7 +100,7 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if is_reduced(tensor) else tensor
 
 
-def _narrowed(result: object, tensors: List[Tensor]) -> Any:
+def _narrowed(result: object, tensors: List[Tensor]) -> object:
     """Convert the result of an operator to the precision of its arguments."""
     reduced = [tensor.dtype for tensor in tensors if is_reduced(tensor)]
     if not reduced:
@@ -143,7 +143,7 @@ def parameter_names(function: Callable) -> List[str]:
 
 
 def output_ids(
-    function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Optional[List[int]]:
     """The ``id()`` of tensors that a call writes to and does not read; None if unknown."""
     names = parameter_names(function)

@@ -1,7 +1,7 @@
 """Find out which operators of the installed mmcv have a kernel for a type of device."""
 
 import re
-from typing import Any, Callable, Dict, Mapping, Set, Tuple
+from typing import Callable, Dict, Mapping, Set, Tuple
 
 import torch
 
@@ -37,7 +37,7 @@ def find_kernels(device: torch.device, functions: Mapping[str, Callable]) -> Set
     """Try two operators, the first that every port of mmcv has; return those with a kernel."""
     box = torch.zeros(1, 4, device=device)
     number = torch.zeros(1, device=device)
-    trials: Dict[str, Tuple[Any, ...]] = dict(
+    trials: Dict[str, Tuple[object, ...]] = dict(
         nms=(box, number, 0.5, 0), bbox_overlaps=(box, box, number.view(1, 1), 0, False, 0)
     )
     found = set()

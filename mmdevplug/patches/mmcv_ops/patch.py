@@ -88,10 +88,12 @@ class OperatorPatch(MetaPathFinder):
 
         loader.exec_module = exec_module
 
-    def _called(self, function: Callable, *args: object, **kwargs: object) -> Any:
+    def _called(self, function: Callable, *args: object, **kwargs: object) -> object:
         return self.call(function, args, kwargs)
 
-    def call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
+    def call(
+        self, function: Callable, args: Sequence[object], kwargs: Dict[str, object]
+    ) -> object:
         """Call a function of ``mmcv._ext`` where it has a kernel, with contiguous tensors.
 
         mmcv's kernels read memory as if every tensor was contiguous, on the CPU and on cards.
@@ -99,7 +101,9 @@ class OperatorPatch(MetaPathFinder):
         with contiguous(function, args, kwargs) as (args, kwargs):
             return self._call(function, args, kwargs)
 
-    def _call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
+    def _call(
+        self, function: Callable, args: Sequence[object], kwargs: Dict[str, object]
+    ) -> object:
         values = [*args, *kwargs.values()]
         name = function.__name__
         device = _device_of(name, values)
@@ -127,8 +131,12 @@ class OperatorPatch(MetaPathFinder):
         return bool(found) and (name, device.type) not in self._lacking
 
     def _call_on_host(
-        self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any], device: torch.device
-    ) -> Any:
+        self,
+        function: Callable,
+        args: Sequence[object],
+        kwargs: Dict[str, object],
+        device: torch.device,
+    ) -> object:
         name = function.__name__
         if called_for_vendor(name, device):
             raise ModelError(
@@ -183,7 +191,7 @@ def _where() -> str:
     return ', '.join(part for part in (module, backward, line) if part)
 
 
-def _device_of(name: str, values: Sequence[Any]) -> Optional[torch.device]:
+def _device_of(name: str, values: Sequence[object]) -> Optional[torch.device]:
     """The device outside the host that tensors are on; None if there is none.
 
     Some operators take settings in tensors on the host, besides those on the device.
