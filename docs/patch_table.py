@@ -14,7 +14,6 @@ VIDEOS = 'videos'
 PROCESS_GROUP = 'process group'
 MMCV_OPS = 'mmcv ops'
 LOADING = 'loading'
-CONFIG = 'config'
 GUARD = 'guard'
 AUTOPATCH = 'autopatch'
 WORKER = 'worker'
@@ -68,7 +67,6 @@ _LISTED = {
     PROCESS_GROUP: ('torch.distributed: barrier',),
     MMCV_OPS: ('mmcv._ext: *',),
     LOADING: ('torch: load',),
-    CONFIG: ('mmengine.config.config: is_installed get_installed_path',),
     GUARD: ('torch.autograd.function.BackwardCFunction: apply',),
     AUTOPATCH: (
         'mmengine.runner.runner.Runner: __new__ from_cfg',
@@ -111,7 +109,6 @@ PERIODS_EN = {
     PROCESS_GROUP: ('`init_device()`, where PyTorch finds no accelerator', '`restore_barrier()`'),
     MMCV_OPS: ('`init_device()`', '`restore_mmcv_ops()`'),
     LOADING: ('a checkpoint begins to load, or `init_weights()` begins', 'its end'),
-    CONFIG: ('`mmdevplug` begins to read a config, without pkg_resources', 'its end'),
     GUARD: ('a `DeviceGuard` that moves operands is entered', 'its exit'),
     AUTOPATCH: (
         'a base config of ours is read in a script, or `mmdevplug.autopatch` is imported',
@@ -139,7 +136,6 @@ PERIODS = {
     PROCESS_GROUP: ('`init_device()`，且 PyTorch 找不到加速器', '`restore_barrier()`'),
     MMCV_OPS: ('`init_device()`', '`restore_mmcv_ops()`'),
     LOADING: ('开始加载检查点，或 `init_weights()` 开始', '该操作结束'),
-    CONFIG: ('没有 pkg_resources 时，`mmdevplug` 开始读取配置', '该操作结束'),
     GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
     AUTOPATCH: ('脚本读取我们的基础配置，或导入 `mmdevplug.autopatch`', '进程结束'),
     WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
@@ -331,10 +327,6 @@ REASONS_EN = {
         '`weights_only=False`.',
         'MMEngine loads with `weights_only=True`.',
     ),
-    'mmengine.config.config.is_installed': (
-        'It needs pkg_resources, which setuptools 81 removed.',
-        'MMEngine uses `importlib.metadata`.',
-    ),
     'torch.autograd.function.BackwardCFunction.apply': (
         'Autograd refuses gradients of custom functions on another device than their operand.',
         'PyTorch offers a hook on these gradients.',
@@ -497,10 +489,6 @@ REASONS = {
     'torch.load': (
         '其他代码调用它时缺少 MMEngine 检查点所需的类，或使用 `weights_only=False`。',
         'MMEngine 以 `weights_only=True` 加载。',
-    ),
-    'mmengine.config.config.is_installed': (
-        '它需要 pkg_resources，而 setuptools 81 已将其移除。',
-        'MMEngine 使用 `importlib.metadata`。',
     ),
     'torch.autograd.function.BackwardCFunction.apply': (
         '自定义函数返回的梯度若与操作数不在同一设备，autograd 会拒绝。',

@@ -5,33 +5,24 @@ import inspect
 import re
 import traceback
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Iterable, Iterator, Optional
 
 from mmengine import registry
-from mmengine.config import Config, DictAction, config as config_module
-from mmengine.config.utils import MODULE2PACKAGE
+from mmengine.config import Config, DictAction
 
 from mmdevplug.errors import DevPlugError, chain, first_line
-from mmdevplug.utils.broken_imports import explain_import, folder_of
-from mmdevplug.utils.patching import OWN, patch_symbol
+from mmdevplug.utils.broken_imports import explain_import
 
 from .accelerator import AcceleratorOptions, to_dict
 from .base_config import base_config
 from .fields import did_you_mean
 from .runner_config import READ_BESIDE
 
-_MODULES = dict(zip(MODULE2PACKAGE.values(), MODULE2PACKAGE))
-
 
 def load_file(path: str, import_modules: bool = True) -> Config:
     """Load a config from a path, or from ``package::path`` as in a config's ``_base_``."""
-    named, patches = path, []
-    if find_spec('pkg_resources') is None:
-        # MMEngine looks for packages with it, which setuptools has no longer since release 81.
-        patches.append(patch_symbol(config_module, 'is_installed', _folder, OWN))
-        patches.append(patch_symbol(config_module, 'get_installed_path', _installed_path, OWN))
+    named = path
     try:
         if '::' in path:
             path, _ = Config._get_cfg_path(path, '')
@@ -45,6 +36,11 @@ def load_file(path: str, import_modules: bool = True) -> Config:
             raise
         # MMEngine replaces errors of imports by others.
         cause = chain(error)[-1] if isinstance(error, ImportError) else error
+        if isinstance(cause, ModuleNotFoundError) and cause.name == 'pkg_resources':
+            raise DevPlugError(
+                f'CONFIG {named!r} cannot be read: MMEngine looks for configs of packages with '
+                f'pkg_resources, which setuptools 81 removed. Type: pip install "setuptools<81"'
+            ) from error
         frames = list(traceback.walk_tb(cause.__traceback__))
         file, line = frames[-1][0].f_code.co_filename, frames[-1][1]
         if isinstance(cause, SyntaxError):
@@ -54,9 +50,6 @@ def load_file(path: str, import_modules: bool = True) -> Config:
             f'CONFIG {named!r} cannot be read: {file}:{line}: {type(cause).__name__}: '
             f'{first_line(cause)}'
         ) from error
-    finally:
-        for patch in patches:
-            patch.restore()
 
 
 def _register_modules(scope: str) -> None:
@@ -84,21 +77,6 @@ def _import_if_there(name: str) -> Optional[ModuleType]:
         if not f'{name}.'.startswith(f'{error.name}.'):
             raise  # what it imports is not there
     return None
-
-
-def _folder(package: str) -> Optional[str]:
-    """The folder of a package, by the name of its distribution or its module."""
-    return folder_of(_MODULES.get(package, package))
-
-
-def _installed_path(package: str) -> str:
-    folder = _folder(package)
-    if folder is None:
-        raise ModuleNotFoundError(
-            f'the config names the package {package!r}, which is not installed; install it, or '
-            f'give the path of a file.'
-        )
-    return folder
 
 
 def overlay_accelerator(cfg: Config, name: str) -> None:

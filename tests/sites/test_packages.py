@@ -1,4 +1,4 @@
-"""Configs of installed packages where setuptools brings no pkg_resources."""
+"""Configs of installed packages, with and without the pkg_resources that MMEngine needs."""
 
 import argparse
 import sys
@@ -32,8 +32,12 @@ def package(tmp_path, monkeypatch):
     (folder / 'configs/new_style.py').write_text('answer = 42\n')
     (folder / 'configs/__init__.py').touch()
     monkeypatch.syspath_prepend(str(folder.parent))
-    monkeypatch.setitem(sys.modules, 'pkg_resources', None)  # cannot be imported
     return PACKAGE
+
+
+@pytest.fixture
+def no_pkg_resources(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'pkg_resources', None)  # cannot be imported
 
 
 def load(config, *arguments):
@@ -42,14 +46,18 @@ def load(config, *arguments):
     return load_config(parser.parse_args([str(config), *arguments]))
 
 
-def test_mmengine_needs_pkg_resources(package, tmp_path):
+@pytest.mark.parametrize('inside', [True, False], ids=['base', 'command line'])
+def test_without_pkg_resources_the_message_says_what_to_type(
+    package, no_pkg_resources, tmp_path, inside
+):
     config = tmp_path / 'mine.py'
     config.write_text(f"_base_ = '{package}::_base_/default.py'\n")
+    named = config if inside else f'{package}::{NAME}.py'
     if 'pkg_resources' not in Path(package_utils.__file__).read_text():
-        assert Config.fromfile(str(config)).answer == 42  # as OneDL's
+        assert load(named).answer == 42  # OneDL's MMEngine
         return
-    with pytest.raises(ImportError, match='pkg_resources'):
-        Config.fromfile(str(config))
+    with pytest.raises(DevPlugError, match=r'setuptools 81 .* pip install "setuptools<81"'):
+        load(named)
 
 
 def test_command_line_takes_a_config_of_a_package(package):
@@ -86,7 +94,7 @@ def test_read_base_of_a_package(package, tmp_path):
     assert cfg.accelerator.type == 'cpu'
 
 
-def test_our_base_config_asks_for_no_package(package, tmp_path):
+def test_our_base_config_asks_for_no_package(no_pkg_resources, tmp_path):
     config = tmp_path / 'mine.py'
     config.write_text("_base_ = __import__('mmdevplug').base_config('gcu')\n")
     assert Config.fromfile(str(config)).accelerator.type == 'gcu'
