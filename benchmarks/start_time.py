@@ -79,7 +79,10 @@ class Figures(NamedTuple):
 
 
 def start(command: List[str], folder: Path, checkout: Path, weigh: bool) -> Figures:
-    """Run a job, and give its figures; ``weigh`` slows it down."""
+    """Run a job, and give its figures; ``weigh`` slows it down.
+
+    A rank of a stock job may be aborted as it ends, by gloo's threads: its figures count.
+    """
     note = folder / 'note'
     note.unlink(missing_ok=True)
     environ = dict(os.environ, OMP_NUM_THREADS='1', START_TIME_NOTE=str(note))
@@ -95,7 +98,7 @@ def start(command: List[str], folder: Path, checkout: Path, weigh: bool) -> Figu
             time.sleep(0.1)
         status = job.wait()
     ended, after = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    if status:
+    if status and not ('stock.py' in command and note.exists()):
         printed = (folder / 'output').read_text()
         raise SystemExit(f'{" ".join(command)} ended with status {status}: {printed}')
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
