@@ -81,6 +81,12 @@ def test_accelerators_bring_no_vendors_package(tmp_path):
     assert set(found).isdisjoint({'mmengine.device', *VENDORS})
 
 
+def test_command_starts_the_process_that_imports_torch_before_it_does_so_itself():
+    found = run('import mmdevplug.cli.launch, sys; print(*sys.modules)')
+    assert 'mmdevplug.cli.launch' in found
+    assert 'torch' not in found
+
+
 def test_import_brings_none_of_the_parts():
     found = run(NEW_MODULES)
     assert 'mmdevplug' in found

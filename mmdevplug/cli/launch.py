@@ -16,9 +16,6 @@ from typing import Callable, List, Optional, TypeVar
 
 import psutil
 
-from mmdevplug.accelerators import choose_accelerator
-from mmdevplug.accelerators.counting import count_devices
-from mmdevplug.accelerators.detection import is_missing
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.launch_options import COUNTED, LaunchOptions
 from mmdevplug.environments import starting
@@ -55,6 +52,8 @@ def launch(module: str, argv: List[str], args: argparse.Namespace) -> None:
     _check_semaphores()
     _set_variables(settings, args.verbose)
     method = _start_server()
+    from mmdevplug.accelerators.detection import is_missing  # imports PyTorch, as the server does
+
     if args.accelerator and is_missing(args.accelerator):
         _in_a_process(method, _choose_for_job, args)
     if not (counted or args.oversubscribe):
@@ -266,11 +265,16 @@ def _count(word: object, method: str, args: argparse.Namespace) -> int:
 
 def _choose_for_job(args: argparse.Namespace) -> str:
     """Choose the accelerator of the job's config, and return its name."""
+    from mmdevplug.accelerators import choose_accelerator
+
     options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
     return choose_accelerator(options.device).accelerator.name
 
 
 def _count_for_job(word: str, args: argparse.Namespace) -> int:
     """Count the processes that ``auto``, ``gpu`` or ``cpu`` stand for with the job's config."""
+    from mmdevplug.accelerators import choose_accelerator
+    from mmdevplug.accelerators.counting import count_devices
+
     options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
     return count_devices(word, choose_accelerator(options.device).accelerator)
