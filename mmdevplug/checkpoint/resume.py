@@ -81,6 +81,7 @@ class Resume:
 
         runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
         if runner.param_schedulers is not None:
+            self.note_schedulers(runner.param_schedulers)
             runner.param_schedulers = runner.build_param_scheduler(runner.param_schedulers)
         self._settings, self.file = ResumeSettings(runner), filename
         try:

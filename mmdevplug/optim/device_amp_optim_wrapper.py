@@ -65,6 +65,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
     #: The :class:`LazyStaging` of the model, which knows whether gradients overflowed.
     averaging: Optional[OverflowSource] = None
     lost = None  # MMEngine's refuses the device
+    promises = dict(step='ranks may not skip the same updates after an overflow')
 
     def __init__(
         self,

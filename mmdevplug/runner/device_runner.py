@@ -76,7 +76,11 @@ class DeviceRunner(Runner):
     #: What is lost where a subclass has a method of its own that does not call ``super()``.
     promises = dict(
         setup_env='the process group is not started for the device of the config',
+        set_randomness='random generators of the device may not be seeded',
+        build_logger='the log does not say where the job runs',
+        build_log_processor='the log may lack the memory that the device uses',
         wrap_model='the model is neither moved to its device nor wrapped by ours',
+        _init_model_weights='ranks may begin with other weights, and sharded ones are not set',
         build_optim_wrapper='the optimizer wrapper may not suit the device',
         build_train_loop='a resumed run does not go on where it was',
         register_hook='hooks of MMEngine are not replaced by ours',
@@ -85,12 +89,15 @@ class DeviceRunner(Runner):
         resume='a resumed run is not exact',
         save_checkpoint='checkpoints are not written atomically, and hold no sharded weights',
         train='an error of one rank does not end the others',
+        val='an error of one rank does not end the others',
+        test='an error of one rank does not end the others',
     )
     optim_wrapper: Any
     param_schedulers: object
     _has_loaded: bool
     #: The training job, while and after it trains.
     job: Optional[Job] = None
+    _is_placeable = False
 
     def __init__(
         self,
@@ -113,6 +120,7 @@ class DeviceRunner(Runner):
         #: Where the weights of the model are.
         self.placement = choose_placement(model_parallel, sharding, device, args, kwargs)
         super().__init__(*args, **kwargs)
+        self._register_missing_hooks()  # a subclass may register hooks in its own way
 
     @classmethod
     def from_cfg(cls, cfg: Config) -> 'DeviceRunner':
@@ -157,27 +165,38 @@ class DeviceRunner(Runner):
     ) -> None:
         """Register hooks as MMEngine does, and ours where there are none of their kind."""
         super().register_hooks(default_hooks, custom_hooks)
+        self._register_missing_hooks()
+
+    def _register_missing_hooks(self) -> None:
         for hook in missing_hooks(self.accelerator_options, self.device_context, self._hooks):
             self.register_hook(hook)
 
     # the model ----------------------------------------------------------------------------------
 
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
-        """Build the model; with the option ``pad_to`` it pads batches to a few sizes."""
+        """Build the model as its placement needs it."""
         with fail_together('building the model'), explain_cuda(self.device_context.device):
-            self.placement = self.placement.check(self)
-            built = self.placement.build(partial(super().build_model, model))
+            self._check_placement()
+            return self.placement.build(partial(super().build_model, model))
+
+    def _check_placement(self) -> None:
+        """Refuse what cannot be placed: before the model is built, or else when it is wrapped."""
+        if not self._is_placeable:
+            self.placement, self._is_placeable = self.placement.check(self), True
+
+    def wrap_model(self, model_wrapper_cfg: Optional[Dict], model: nn.Module) -> nn.Module:
+        """Move the model to this rank's device and wrap it if the job is distributed.
+
+        With the option ``pad_to`` it pads batches to a few sizes.
+        """
+        with fail_together('wrapping the model'):
+            self._check_placement()
             if self.accelerator_options.pad_to is not None:
                 from mmdevplug.data.padding import install_padding
 
-                install_padding(built, self.accelerator_options.pad_to)
-            return built
-
-    def wrap_model(self, model_wrapper_cfg: Optional[Dict], model: nn.Module) -> nn.Module:
-        """Move the model to this rank's device and wrap it if the job is distributed."""
-        if is_model_wrapper(model) and self.placement.whole:
-            return super().wrap_model(model_wrapper_cfg, model)
-        with fail_together('wrapping the model'):
+                install_padding(model, self.accelerator_options.pad_to)
+            if is_model_wrapper(model) and self.placement.whole:
+                return super().wrap_model(model_wrapper_cfg, model)
             return self.placement.place(model, self, model_wrapper_cfg)
 
     def _init_model_weights(self) -> None:
@@ -204,11 +223,6 @@ class DeviceRunner(Runner):
         check_optimizers(built, self.device_context)
         check_sparse_gradients(self.model, self.device_context)
         return built
-
-    def build_param_scheduler(self, scheduler: object) -> object:
-        """Build schedulers; see :meth:`mmengine.runner.Runner.build_param_scheduler`."""
-        self.resume_state.note_schedulers(scheduler)
-        return super().build_param_scheduler(scheduler)
 
     # data ---------------------------------------------------------------------------------------
 
@@ -324,6 +338,7 @@ class DeviceRunner(Runner):
         """Train; an error of one rank ends all ranks, and their messages name it."""
         with explained(self, 'train'):
             enter_phase('data preparation')
+            self.resume_state.note_schedulers(self.param_schedulers)
             self.job = begin_job(self)
             model = super().train()
             wait_for_everyone('end of training')

@@ -20,6 +20,7 @@ from mmengine.runner import IterBasedTrainLoop, LogProcessor, Runner
 
 from mmdevplug import registry
 from mmdevplug.checkpoint import participants
+from mmdevplug.data.padding import padded_forward
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.patches.load_weights import load_weights
 from mmdevplug.registry import class_of, ours_for
@@ -98,6 +99,37 @@ def test_a_method_that_does_not_reach_ours_is_named_once(monkeypatch):
     assert len(messages) == 1
 
 
+class StepsItself(AmpOptimWrapper):
+    def step(self, **kwargs):
+        self.stepped = True
+
+
+class SeedsItself(Runner):
+    def set_randomness(self, seed):
+        torch.manual_seed(seed)
+
+    def _init_model_weights(self):
+        self.model.init_weights()
+
+
+@pytest.mark.parametrize(
+    ('kind', 'name', 'arguments', 'lost'),
+    [
+        (StepsItself, 'step', [], 'ranks may not skip the same updates'),
+        (SeedsItself, 'set_randomness', [5], 'random generators of the device may not be seeded'),
+        (SeedsItself, '_init_model_weights', [], 'ranks may begin with other weights'),
+    ],
+)
+def test_what_a_method_loses_is_said(monkeypatch, kind, name, arguments, lost):
+    messages = []
+    monkeypatch.setattr(registry, 'log_warning', messages.append)
+    made = object.__new__(ours_for(kind))
+    made.model = NoisyModel()
+    getattr(made, name)(*arguments)
+    assert len(messages) == 1
+    assert f'{kind.__name__}.{name}() does not call super().{name}(): {lost}' in messages[0]
+
+
 class PastOurs(IterTimerHook):
     def __init__(self):
         Hook.__init__(self)
@@ -162,6 +194,61 @@ def test_a_runner_of_ones_own_and_one_built_by_hand(tmp_path):
         hand=('OwnRunner', True, True),
         stock=('Runner', False, False),
     )
+
+
+@RUNNERS.register_module(force=True)
+class BuildsItself(Runner):
+    """Its methods do what MMEngine's do, and do not call them."""
+
+    def register_hooks(self, default_hooks=None, custom_hooks=None):
+        self.register_default_hooks(default_hooks)
+        self.register_custom_hooks(custom_hooks or [])
+
+    def build_model(self, model):
+        return MODELS.build(model)
+
+    def build_param_scheduler(self, scheduler):
+        return self._build_param_scheduler(scheduler, self.optim_wrapper)
+
+
+def train_with_runner(accelerator, work_dir, kind, options):
+    runner = build(work_dir, accelerator, runner_type=kind, length=1, **options)
+    runner.train()
+    hooks = sorted({type(hook).__name__ for hook in runner.hooks})
+    return hooks, runner.resume_state.scheduler_config
+
+
+def compare_runners(accelerator, tmp_path, **options):
+    job = partial(run_ranks, train_with_runner, 2, accelerator, **job_of(accelerator))
+    (hooks, schedulers), *_ = job(tmp_path / 'own', 'BuildsItself', options)
+    (expected, their_schedulers), *_ = job(tmp_path, 'DeviceRunner', options)
+    assert hooks == expected
+    assert len(schedulers) == len(their_schedulers) == 2
+    own, theirs = (load_file(path / 'epoch_1.pth') for path in (tmp_path / 'own', tmp_path))
+    assert own['state_dict'].keys() == theirs['state_dict'].keys()
+    for name, weight in theirs['state_dict'].items():
+        assert torch.equal(own['state_dict'][name], weight), name
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', lazy('lazy')])
+def test_a_runner_that_builds_in_its_own_way_loses_nothing(tmp_path, accelerator):
+    compare_runners(accelerator, tmp_path)
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', NATIVE])
+def test_a_model_that_a_runner_builds_in_its_own_way_is_sharded(tmp_path, accelerator):
+    # With a seed for each rank, one that builds a whole model has drawn other numbers.
+    seed = dict(seed=5)
+    compare_runners(accelerator, tmp_path, sharding=True, custom_hooks=[], randomness=seed)
+
+
+def pads_batches(work_dir):
+    runner = build(work_dir, runner_type='BuildsItself', accelerator__pad_to=8)
+    return padded_forward(runner.model.data_preprocessor) is not None
+
+
+def test_pad_to_counts_for_a_model_that_a_runner_builds_itself(tmp_path):
+    assert run_ranks(pads_batches, 0, tmp_path) == [True]
 
 
 @pytest.mark.parametrize(
