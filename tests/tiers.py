@@ -54,7 +54,6 @@ LONG = (
     'checkpoint/test_exact_resume.py::test_an_eager_card[npu',
     'checkpoint/test_exact_resume.py::test_a_finished_run_is_not_validated_again[False',
     'checkpoint/test_exact_resume.py::test_a_seed_that_nobody_chose',
-    'checkpoint/test_exact_resume.py::test_pytorchs_own_sampler',
     'checkpoint/test_exact_resume.py::test_between_epochs_with_validation_pending[False',
     'checkpoint/test_files.py::test_the_interpreter_waits_for_the_background_before_exit',
     'checkpoint/test_resuming.py::test_everything_else_with_a_state[workers',
