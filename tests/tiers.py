@@ -55,7 +55,6 @@ LONG = (
     'checkpoint/test_exact_resume.py::test_a_finished_run_is_not_validated_again[False',
     'checkpoint/test_exact_resume.py::test_a_seed_that_nobody_chose',
     'checkpoint/test_exact_resume.py::test_between_epochs_with_validation_pending[False',
-    'checkpoint/test_files.py::test_the_interpreter_waits_for_the_background_before_exit',
     'checkpoint/test_resuming.py::test_everything_else_with_a_state[workers',
     'checkpoint/test_resuming.py::test_schedules_and_optimizers[Constant',
     'checkpoint/test_resuming.py::test_schedules_and_optimizers[Step',
