@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import torch
+from mmengine.config import Config
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
@@ -13,6 +14,7 @@ from mmengine.registry import DATA_SAMPLERS, DATASETS, HOOKS, METRICS, MODELS, R
 from torch import nn
 from torch.utils.data import RandomSampler
 
+import mmdevplug
 from tests.columns import backend_of
 from tests.jobs import install_card, trained_weights, weights_of
 
@@ -106,16 +108,22 @@ class GlobalRandomSampler(RandomSampler):
         super().__init__(dataset)
 
 
-def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=None, **changes):
-    """A config; ``length`` is in epochs or in iterations."""
-    loader = dict(
+def loader(**changes):
+    """A config of a data loader."""
+    found = dict(
         batch_size=4,
         num_workers=0,
         drop_last=True,
         collate_fn=dict(type='default_collate'),
-        sampler=dict(type='DefaultSampler' if by_epoch else 'InfiniteSampler', shuffle=True),
+        sampler=dict(type='DefaultSampler', shuffle=True),
         dataset=dict(type='NoisyDataset'),
     )
+    return dict(found, **changes)
+
+
+def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=None, **changes):
+    """A config; ``length`` is in epochs or in iterations."""
+    sampler = dict(type='DefaultSampler' if by_epoch else 'InfiniteSampler', shuffle=True)
     train_cfg = dict(by_epoch=True, max_epochs=length or 4, val_interval=1)
     if not by_epoch:
         train_cfg = dict(by_epoch=False, max_iters=length or 24, val_interval=6)
@@ -126,10 +134,8 @@ def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=N
         launcher='pytorch' if 'RANK' in os.environ else 'none',
         default_scope='mmengine',
         model=dict(type='NoisyModel'),
-        train_dataloader=loader,
-        val_dataloader=dict(
-            loader, drop_last=False, sampler=dict(type='DefaultSampler', shuffle=False)
-        ),
+        train_dataloader=loader(sampler=sampler),
+        val_dataloader=loader(drop_last=False, sampler=dict(type='DefaultSampler', shuffle=False)),
         val_evaluator=dict(type='MeanError'),
         train_cfg=train_cfg,
         val_cfg=dict(),
@@ -165,11 +171,6 @@ def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=N
 
 
 def build(work_dir, accelerator='cpu', **options):
-    """A runner."""
-    from mmengine.config import Config
-
-    import mmdevplug
-
     install_card(accelerator)
     mmdevplug.follow_runner_type()  # as a base config does
     return RUNNERS.build(Config(config(work_dir, accelerator, **options)))
