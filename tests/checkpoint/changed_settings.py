@@ -7,16 +7,15 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from mmengine.config import Config
-from mmengine.hooks import Hook
 from mmengine.optim import _ParamScheduler, build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS, RUNNERS
 
 from mmdevplug.checkpoint.resume_settings import OptimizerSettings, describe, param_groups
 from mmdevplug.utils.model import list_optim_wrappers
-from tests.checkpoint import resume_cases  # noqa: F401  it registers what is trained
+from tests.checkpoint.resume_cases import two_optimizers
 from tests.checkpoint.resuming import Stop, quickly, tiny
 from tests.checkpoint.training import NoisyModel
-from tests.jobs import messages_of
+from tests.jobs import messages_of, note
 
 _numbers = itertools.count()
 #: The warnings that are about settings and hooks.
@@ -37,23 +36,10 @@ class Zigzag(_ParamScheduler):
         return [value * factor for value in self.base_values]
 
 
-class Rates(Hook):
-    """Notes the settings of all groups at the start of each iteration."""
-
-    def __init__(self):
-        self.seen = {}
-
-    def state_dict(self):
-        """Nothing of it: each run notes what it sees itself."""
-        return {}
-
-    def load_state_dict(self, state):
-        assert state == {}
-
-    def before_train_iter(self, runner, batch_idx, data_batch=None):
-        self.seen[runner.iter] = [
-            one for each in list_optim_wrappers(runner.optim_wrapper) for one in described(each)
-        ]
+def described_of_runner(runner, **_):
+    """An iteration, and the settings of all groups of all optimizers."""
+    wrappers = list_optim_wrappers(runner.optim_wrapper)
+    return runner.iter, [group for each in wrappers for group in described(each)]
 
 
 def described(wrapper):
@@ -77,20 +63,19 @@ class Case(NamedTuple):
     stop: int = 8
 
 
-def run(work_dir, options, resume=False, stop=None, choice='checkpoint'):
+def run(work_dir, options, resume=False, stop=None, choice='checkpoint', validates=False):
     """Train as if in a separate process; return the groups by iteration, and the warnings."""
-    defaults = dict(custom_hooks=[], val_cfg=None, val_dataloader=None, val_evaluator=None)
-    if options.get('validates'):
-        defaults = dict(custom_hooks=[], train_cfg__val_interval=1)
-    options = {**defaults, **{k: v for k, v in options.items() if k != 'validates'}}
-    cfg = tiny(work_dir, **options)
+    defaults = dict(val_cfg=None, val_dataloader=None, val_evaluator=None)
+    if validates:
+        defaults = dict(train_cfg__val_interval=1)
+    cfg = tiny(work_dir, **{'custom_hooks': [], **defaults, **options})
     cfg['accelerator'].update(resume_settings=choice, memory=False)
     cfg.update(experiment_name=f'changed_{next(_numbers)}', resume=bool(resume))
     if resume:
         cfg['load_from'] = str(resume)
     with quickly():
-        runner, rates = RUNNERS.build(Config(cfg)), Rates()
-        runner.register_hook(rates)
+        runner = RUNNERS.build(Config(cfg))
+        seen = note(runner, 'before_train_iter', described_of_runner)
         if stop is not None:
             runner.register_hook(Stop(stop, save=True))
         with messages_of(runner.logger) as lines:
@@ -98,7 +83,7 @@ def run(work_dir, options, resume=False, stop=None, choice='checkpoint'):
                 runner.train()
             except SystemExit:
                 assert stop is not None
-    return rates.seen, [line for line in lines if re.search(SAID, line)]
+    return dict(seen), [line for line in lines if re.search(SAID, line)]
 
 
 class Simulated:
@@ -212,27 +197,15 @@ def _optimizer(before, after, said, kind='SGD', **more):
     )
 
 
-def _longer(*schedulers, more=None, said=(), **options):
+def _longer(*schedulers, said=(), by_epoch=True, **options):
     """Six epochs in place of four, or 30 iterations in place of 20."""
-    by_epoch = options.pop('by_epoch', True)
     now = plan(*schedulers, length=6 if by_epoch else 30, by_epoch=by_epoch)
     return Case(plan(*schedulers, by_epoch=by_epoch), now, list(said), kept=now, **options)
 
 
 _POLY = dict(type='PolyLR', power=0.9, eta_min=0.001)
 _WARM = dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=7)
-TWO = dict(
-    model=dict(type='TwoParts'),
-    optim_wrapper=dict(
-        constructor='TwoOptimizers',
-        first=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1, momentum=0.9)),
-        second=dict(type='OptimWrapper', optimizer=dict(type='Adam', lr=0.01)),
-    ),
-    param_scheduler=dict(
-        first=[dict(type='MultiStepLR', milestones=[1, 3])],
-        second=[dict(type='StepLR', step_size=1, gamma=0.5)],
-    ),
-)
+TWO = two_optimizers(dict(type='StepLR', step_size=1, gamma=0.5))
 
 
 def changed_two(**changes):

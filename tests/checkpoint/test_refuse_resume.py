@@ -20,9 +20,8 @@ def best(tmp_path_factory):
     found = {}
     for whole in (False, True):
         work_dir = tmp_path_factory.mktemp('best')
-        checkpoint = dict(interval=2, save_best='loss_error', rule='greater')
-        checkpoint.update(resumable_best=whole)
-        found[whole] = run(work_dir, dict(BASE, checkpoint=checkpoint, validates=True))[0]
+        checkpoint = dict(interval=2, save_best='loss_error', rule='greater', resumable_best=whole)
+        found[whole], _ = run(work_dir, dict(BASE, checkpoint=checkpoint), validates=True)
         (found[whole, 'path'],) = work_dir.glob('best_*.pth')
     return found
 
@@ -105,7 +104,7 @@ def test_nothing_complete_is_left(best, tmp_path):
 def test_a_best_checkpoint_can_be_resumed_if_asked_for(best, tmp_path):
     path = best[True, 'path']
     assert 'epoch_4' not in path.name
-    found, said = run(tmp_path, dict(BASE, validates=True), path)
+    found, said = run(tmp_path, BASE, path, validates=True)
     assert found
     assert not said
     assert found == {number: best[True][number] for number in found}
