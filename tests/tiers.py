@@ -85,9 +85,9 @@ LONG = (
     'runner/test_native.py::test_digits[tpu',
     'runner/test_freed_memory.py',
     # Inductor writes C++ of the graphs that `aot_eager` makes, for 20 seconds of a core.
-    'runner/test_compile.py::test_two_ranks_of_inductor',
+    'runner/test_compile.py::test_two_compiled_ranks_equal_one_process[inductor',
     'runner/test_compile.py::test_mixed_precision_is_compiled',
-    'runner/test_loops.py::test_a_stream_trains_by_iterations_and_resumes[Stream-64',
+    'runner/test_loops.py::test_a_stream_trains_by_iterations_and_resumes[64',
     'patches/test_patches.py::test_a_job_changes_what_the_list_says_and_all_of_it_is_restored[cpu',
     'patches/test_patches.py::test_a_job_changes_what_the_list_says_and_all_of_it_is_restored[zeta-1',
     'patches/mmcv_ops/test_operators.py::test_faster_rcnn_trains_on_the_cpu_in_bfloat16',
