@@ -5,7 +5,6 @@ from functools import lru_cache
 
 import pytest
 
-from tests.checkpoint.training import train as train_noisy
 from tests.commands import CLI, python, run
 from tests.jobs import PLAIN, ROOT, largest_difference, log_of, train_digits
 from tests.native import CARDS, native_environment, needs_native, run_native
@@ -71,32 +70,6 @@ def test_digits(tmp_path, on_the_cpu, name, ranks):
         assert largest_difference(whole['weights'], resumed['weights']) == 0.0
     text = log_of(tmp_path / name / 'whole')
     assert f"backend '{CARDS[name][1]}'" in text
-
-
-# resuming with dropout, EMA, clipping and statistics of each rank's own ----------------
-
-
-def noisy_twice(name, work_dir):
-    """A run, and one that begins in the middle of its second epoch."""
-    options = dict(
-        accelerator=name,
-        checkpoint=dict(interval=5, by_epoch=False),
-        train_dataloader__batch_size=4,
-        length=2,
-    )
-    whole = train_noisy(work_dir / 'whole', **options)
-    first = str(work_dir / 'whole' / f'iter_{5 if int(os.environ["WORLD_SIZE"]) > 2 else 10}.pth')
-    resumed = train_noisy(work_dir / 'resumed', resume=True, load_from=first, **options)
-    return whole, resumed
-
-
-@jobs([], long=[('npu', 4)])
-def test_resuming_gives_the_same_bits(tmp_path, name, ranks):
-    for whole, resumed in run_native(name, noisy_twice, ranks, name, tmp_path):
-        for key in ('weights', 'ema'):
-            assert largest_difference(whole[key], resumed[key]) == 0.0
-        assert whole['iter'] == resumed['iter'] > 0
-        assert whole['draws'] == resumed['draws']
 
 
 # models of other repositories ----------------
