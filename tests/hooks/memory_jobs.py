@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import torch
+from mmengine.config import Config
 from mmengine.dataset import BaseDataset
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
@@ -58,6 +59,8 @@ class Small(BaseModel):
         outputs = self.net(inputs)
         if mode == 'loss':
             return dict(loss=(outputs**2).mean(), loss_aux=outputs.detach().mean())
+        if mode == 'predict':
+            return [dict(value=float(one)) for one in outputs]
         return outputs
 
 
@@ -113,8 +116,6 @@ def config(work_dir, accelerator='cpu', hooks=(), iterations=ITERATIONS, **optio
 
 def build(*args, **kwargs):
     """A runner."""
-    from mmengine.config import Config
-
     memory_hook.SAMPLE_INTERVAL = 5
     cfg = config(*args, **kwargs)
     install_card(cfg['accelerator']['type'])
