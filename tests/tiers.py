@@ -27,7 +27,6 @@ LONG = (
     'optim/test_training.py::test_logged_norm_is_that_of_its_iteration[cpu',
     'optim/test_training.py::test_weights_equal_those_of_one_process[npu',
     'optim/test_training.py::test_scenarios_differ_from_each_other',
-    'optim/test_training.py::test_resuming_restores_the_loss_scale',
     'optim/test_mixed_precision.py::test_all_ranks_skip_the_step_in_which_one_overflowed[cpu',
     'optim/test_mixed_precision.py::test_all_ranks_skip_the_step_in_which_one_overflowed[zeta',
     'runner/test_digits.py::test_accuracy[cpu',
