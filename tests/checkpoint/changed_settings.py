@@ -183,18 +183,16 @@ def plan(*schedulers, lr=0.02, kind='SGD', wrapper=None, **more):
     )
 
 
-def _schedule(kind, before, after, said, **more):
+def _schedule(kind, said, before, **changes):
     """A setting of a schedule changes."""
-    return Case(plan(dict(before, type=kind)), plan(dict(after, type=kind)), said, **more)
+    before = dict(before, type=kind)
+    return Case(plan(before), plan(dict(before, **changes)), said)
 
 
-def _optimizer(before, after, said, kind='SGD', **more):
-    return Case(
-        plan(STEPS, kind=kind, optimizer=before),
-        plan(STEPS, kind=kind, optimizer=after),
-        said,
-        **more,
-    )
+def _optimizer(said, kind='SGD', stop=8, **changes):
+    """A setting of the optimizer changes."""
+    now = plan(STEPS, kind=kind, optimizer=changes)
+    return Case(plan(STEPS, kind=kind), now, said, stop=stop)
 
 
 def _longer(*schedulers, said=(), by_epoch=True, **options):
@@ -204,6 +202,7 @@ def _longer(*schedulers, said=(), by_epoch=True, **options):
 
 
 _POLY = dict(type='PolyLR', power=0.9, eta_min=0.001)
+_CYCLE = dict(eta_max=0.05, by_epoch=False)
 _WARM = dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=7)
 TWO = two_optimizers(dict(type='StepLR', step_size=1, gamma=0.5))
 
@@ -220,14 +219,12 @@ _MULT = {'net.0': dict(lr_mult=0.1), 'net.6': dict(decay_mult=0.0)}
 _GREATER = {'net.0': dict(lr_mult=0.5), 'net.6': dict(decay_mult=2.0)}
 
 CASES = dict(
-    lr=_optimizer(dict(lr=0.02), dict(lr=0.2), [LR + ' {}, config 0.2 {}']),
-    lr_between_epochs=_optimizer(dict(lr=0.02), dict(lr=0.2), [LR], stop=10),
-    momentum=_optimizer(dict(momentum=0.9), dict(momentum=0.5), ['momentum: checkpoint 0.9']),
-    weight_decay=_optimizer({}, dict(weight_decay=0.1), ['weight_decay: checkpoint 0']),
-    nesterov=_optimizer({}, dict(nesterov=True), ['nesterov: checkpoint False']),
-    betas=_optimizer(
-        {}, dict(betas=(0.8, 0.99)), ['betas: checkpoint [0.9, 0.999]'], kind='AdamW'
-    ),
+    lr=_optimizer([LR + ' {}, config 0.2 {}'], lr=0.2),
+    lr_between_epochs=_optimizer([LR], lr=0.2, stop=10),
+    momentum=_optimizer(['momentum: checkpoint 0.9'], momentum=0.5),
+    weight_decay=_optimizer(['weight_decay: checkpoint 0'], weight_decay=0.1),
+    nesterov=_optimizer(['nesterov: checkpoint False'], nesterov=True),
+    betas=_optimizer(['betas: checkpoint [0.9, 0.999]'], 'AdamW', betas=(0.8, 0.99)),
     lr_mult=Case(
         plan(STEPS, optimizer=_DECAY, wrapper=dict(paramwise_cfg=dict(custom_keys=_MULT))),
         plan(STEPS, optimizer=_DECAY, wrapper=dict(paramwise_cfg=dict(custom_keys=_GREATER))),
@@ -238,57 +235,39 @@ CASES = dict(
         ],
     ),
     no_schedule=Case(plan(), plan(lr=0.3), [LR]),
-    gamma=_schedule(
-        'StepLR', dict(step_size=1, gamma=0.5), dict(step_size=1, gamma=0.7), ['gamma']
-    ),
-    step_size=_schedule(
-        'StepLR', dict(step_size=1), dict(step_size=2), ['step_size: checkpoint 1']
-    ),
+    gamma=_schedule('StepLR', ['gamma'], dict(step_size=1, gamma=0.5), gamma=0.7),
+    step_size=_schedule('StepLR', ['step_size: checkpoint 1'], dict(step_size=1), step_size=2),
     milestones=_schedule(
         'MultiStepLR',
-        dict(milestones=[1, 3]),
-        dict(milestones=[2, 3]),
         ['milestones: checkpoint [1, 3] {}, config [2, 3]'],
+        dict(milestones=[1, 3]),
+        milestones=[2, 3],
     ),
     T_max=_schedule(
-        'CosineAnnealingLR', dict(T_max=4), dict(T_max=3, eta_min=0.001), ['T_max', 'eta_min']
+        'CosineAnnealingLR', ['T_max', 'eta_min'], dict(T_max=4), T_max=3, eta_min=0.001
     ),
     eta_min_ratio=_schedule(
-        'CosineAnnealingLR',
-        dict(T_max=4, eta_min_ratio=0.1),
-        dict(T_max=4, eta_min_ratio=0.2),
-        ['eta_min_ratio'],
+        'CosineAnnealingLR', ['eta_min_ratio'], dict(T_max=4, eta_min_ratio=0.1), eta_min_ratio=0.2
     ),
     periods=_schedule(
         'CosineRestartLR',
-        dict(periods=[2, 2], eta_min=0.0, restart_weights=[1, 0.5]),
-        dict(periods=[1, 3], eta_min=0.0, restart_weights=[1, 0.9]),
         ['periods: checkpoint [2, 2]', 'restart_weights'],
+        dict(periods=[2, 2], eta_min=0.0, restart_weights=[1, 0.5]),
+        periods=[1, 3],
+        restart_weights=[1, 0.9],
     ),
-    power=_schedule('PolyLR', dict(power=0.9), dict(power=2.0), ['power']),
-    end=_schedule('PolyLR', dict(end=2), dict(end=4), ['end: checkpoint 2 {}, config 4 {}']),
-    begin=_schedule('ExponentialLR', dict(gamma=0.5), dict(gamma=0.5, begin=1), ['begin']),
-    by_epoch=_schedule(
-        'ExponentialLR', dict(gamma=0.9), dict(gamma=0.9, by_epoch=False, end=20), ['by_epoch']
-    ),
-    factor=_schedule('ConstantLR', dict(factor=0.5, end=3), dict(factor=0.2, end=3), ['factor']),
+    power=_schedule('PolyLR', ['power'], dict(power=0.9), power=2.0),
+    end=_schedule('PolyLR', ['end: checkpoint 2 {}, config 4 {}'], dict(end=2), end=4),
+    begin=_schedule('ExponentialLR', ['begin'], dict(gamma=0.5), begin=1),
+    by_epoch=_schedule('ExponentialLR', ['by_epoch'], dict(gamma=0.9), by_epoch=False, end=20),
+    factor=_schedule('ConstantLR', ['factor'], dict(factor=0.5, end=3), factor=0.2),
     warm_up=Case(
         plan(_WARM, STEPS),
         plan(dict(_WARM, start_factor=0.5, end=12), STEPS),
         ['start_factor: checkpoint 0.1', 'end: checkpoint 7'],
     ),
-    eta_max=_schedule(
-        'OneCycleLR',
-        dict(eta_max=0.05, by_epoch=False),
-        dict(eta_max=0.1, pct_start=0.5, by_epoch=False),
-        ['eta_max'],
-    ),
-    pct_start=_schedule(
-        'OneCycleLR',
-        dict(eta_max=0.05, by_epoch=False),
-        dict(eta_max=0.05, pct_start=0.5, by_epoch=False),
-        ['_schedule_phases'],
-    ),
+    eta_max=_schedule('OneCycleLR', ['eta_max'], _CYCLE, eta_max=0.1, pct_start=0.5),
+    pct_start=_schedule('OneCycleLR', ['_schedule_phases'], _CYCLE, pct_start=0.5),
     of_momentum=Case(
         plan(STEPS, dict(type='CosineAnnealingMomentum', T_max=4, eta_min=0.5), kind='AdamW'),
         plan(STEPS, dict(type='CosineAnnealingMomentum', T_max=4, eta_min=0.6), kind='AdamW'),
@@ -296,11 +275,11 @@ CASES = dict(
     ),
     converted=_schedule(
         'CosineAnnealingLR',
-        dict(T_max=4, convert_to_iter_based=True),
-        dict(T_max=3, convert_to_iter_based=True),
         ['T_max: checkpoint 20'],
+        dict(T_max=4, convert_to_iter_based=True),
+        T_max=3,
     ),
-    of_a_user=_schedule('Zigzag', dict(low=0.5), dict(low=0.8), ['(Zigzag).low: checkpoint 0.5']),
+    of_a_user=_schedule('Zigzag', ['(Zigzag).low: checkpoint 0.5'], dict(low=0.5), low=0.8),
 )
 
 #: A longer run, whose defaults follow: the rates are the config's in any case.
