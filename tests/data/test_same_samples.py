@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.dist import get_rank, get_world_size
-from mmengine.registry import DATA_SAMPLERS, DATASETS, RUNNERS
+from mmengine.registry import DATA_SAMPLERS, DATASETS
 from torch.utils.data import BatchSampler, ConcatDataset, Dataset, IterableDataset, Sampler, Subset
 
 from mmdevplug.examples.digits import DigitsDataset
-from tests.jobs import digits_config, log_of, weights_of
+from tests.jobs import log_of, train_digits
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -140,11 +140,7 @@ class OwnBatches(BatchSampler):
 
 
 def train(work_dir, options):
-    cfg = digits_config('cpu', work_dir, train_cfg__max_epochs=1, **options)
-    cfg.train_dataloader.batch_size = 359
-    runner = RUNNERS.build(cfg)
-    runner.train()
-    return weights_of(runner.model)
+    train_digits('cpu', work_dir, global_batch=2 * 359, train_cfg__max_epochs=1, **options)
 
 
 def warnings_of(tmp_path, options):
