@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import partial
 
 import pytest
 from mmengine.config import Config
@@ -14,23 +15,12 @@ from mmdevplug.cli.train import build_parser
 from mmdevplug.errors import DevPlugError
 from tests.commands import python
 from tests.data.jobs import build
-from tests.jobs import (
-    PATHS,
-    PLAIN,
-    ROOT,
-    digits_config,
-    install_card,
-    largest_difference,
-    log_of,
-    weights_of,
-)
+from tests.jobs import PATHS, PLAIN, ROOT, digits_config, largest_difference, log_of, train_digits
 from tests.ranks import free_port, launch_variables, run_ranks
 
 THREE_EPOCHS = dict(
     PLAIN, train_cfg__max_epochs=3, default_hooks__checkpoint=dict(interval=1, max_keep_ckpts=3)
 )
-
-
 IN_MMSEG = """
 import sys
 import mmdevplug
@@ -76,14 +66,8 @@ def test_a_script_of_mmseg_that_imports_only_the_runner(tmp_path):
     assert 'wrapper: DeviceDistributedDataParallel' in done.stdout, done.stderr
 
 
-def train(accelerator, work_dir, resume_from=None):
-    install_card(accelerator)
-    cfg = digits_config(accelerator, work_dir, **THREE_EPOCHS)
-    cfg.train_dataloader.batch_size = 64
-    cfg.update(resume=resume_from is not None, load_from=resume_from)
-    runner = RUNNERS.build(cfg)
-    runner.train()
-    return weights_of(runner.model.module)
+def train(accelerator, work_dir, **options):
+    return train_digits(accelerator, work_dir, **THREE_EPOCHS, **options)['weights']
 
 
 @pytest.fixture(scope='module')
@@ -96,7 +80,8 @@ def trained(tmp_path_factory):
 def test_resume_goes_on_as_if_never_stopped(trained, tmp_path):
     folder, whole = trained
     # Saved by a card, resumed on the CPU.
-    resumed = run_ranks(train, 2, 'cpu', tmp_path, str(folder / 'epoch_2.pth'))
+    resume = partial(train, resume=True, load_from=str(folder / 'epoch_2.pth'))
+    resumed = run_ranks(resume, 2, 'cpu', tmp_path)
     assert not (tmp_path / 'epoch_2.pth').exists()
     assert largest_difference(whole, resumed[0]) <= 1e-5
     assert largest_difference(resumed[0], resumed[1]) == 0.0
