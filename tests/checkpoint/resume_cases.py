@@ -5,11 +5,11 @@ from inspect import signature
 import numpy as np
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
-from mmengine.optim import OptimWrapperDict
-from mmengine.registry import HOOKS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from mmengine.registry import HOOKS, MODELS, OPTIMIZERS
 from torch import nn
 
 from tests.checkpoint.resuming import LENGTH
+from tests.features import parts  # noqa: F401  registers EachChild
 from tests.jobs import torch_before
 
 #: Arguments of each kind of schedule; times are parts of the whole training.
@@ -192,25 +192,6 @@ class TwoParts(BaseModel):
         return dict(loss=loss.detach())
 
 
-@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
-class TwoOptimizers:
-    """Builds an optimizer for each part."""
-
-    def __init__(self, optim_wrapper_cfg, paramwise_cfg=None):
-        self.config = optim_wrapper_cfg
-
-    def __call__(self, model):
-        model = getattr(model, 'module', model)
-        wrappers = {}
-        for name in ('first', 'second'):
-            config = dict(self.config[name])
-            optimizer = OPTIMIZERS.build(
-                dict(config.pop('optimizer'), params=getattr(model, name).parameters())
-            )
-            wrappers[name] = OPTIM_WRAPPERS.build(dict(config, optimizer=optimizer))
-        return OptimWrapperDict(**wrappers)
-
-
 # cases ------------------------------------------------------------------------------------------
 
 
@@ -219,7 +200,7 @@ def two_optimizers(second):
     return dict(
         model=dict(type='TwoParts'),
         optim_wrapper=dict(
-            constructor='TwoOptimizers',
+            constructor='EachChild',
             first=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1, momentum=0.9)),
             second=dict(type='OptimWrapper', optimizer=dict(type='Adam', lr=0.01)),
         ),
