@@ -12,11 +12,6 @@ from mmengine.registry import DATASETS, METRICS, RUNNERS
 from tests.hooks.memory_jobs import config
 
 
-def on_bad_rank(rank):
-    """Whether this process is the rank that the mistake is on; -1 is all of them."""
-    return rank in (-1, int(os.environ.get('RANK', 0)))
-
-
 @METRICS.register_module(force=True)
 class Counted(BaseMetric):
     """How many samples were seen."""
@@ -30,16 +25,11 @@ class Counted(BaseMetric):
 
 @DATASETS.register_module(force=True)
 class Some(BaseDataset):
-    """As many samples as one asks for, another number on one rank.
-
-    Args:
-        count (int): Of samples.
-        bad (int, optional): Their number on ``rank``. Defaults to None: as many.
-        rank (int): Which.
-    """
+    """``count`` samples, and on one rank ``bad`` of them."""
 
     def __init__(self, count=16, bad=None, rank=-1, **kwargs):
-        self.count = bad if bad is not None and on_bad_rank(rank) else count
+        here = rank in (-1, int(os.environ.get('RANK', 0)))  # -1 is all of them
+        self.count = bad if bad is not None and here else count
         super().__init__(**kwargs)
 
     def load_data_list(self):

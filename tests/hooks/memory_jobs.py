@@ -45,11 +45,7 @@ class KeptOnes(Ones):
 
 @MODELS.register_module(force=True)
 class Small(BaseModel):
-    """A layer.
-
-    Args:
-        hidden (int): A width, for the memory that a batch takes.
-    """
+    """A layer, whose width says how much memory a batch takes."""
 
     def __init__(self, hidden=16):
         super().__init__()
