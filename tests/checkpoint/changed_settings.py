@@ -86,6 +86,12 @@ def run(work_dir, options, resume=False, stop=None, choice='checkpoint', validat
     return dict(seen), [line for line in lines if re.search(SAID, line)]
 
 
+def interrupt(work_dir, options, stop=8):
+    """Interrupt a training after an iteration, 5 of which are an epoch; return its checkpoint."""
+    run(work_dir, options, stop=stop)
+    return next(work_dir.glob('interrupted*.pth')).rename(work_dir / 'kept.pth')
+
+
 class Simulated:
     """Optimizer and schedulers of a config, stepped as MMEngine's loops step them.
 
