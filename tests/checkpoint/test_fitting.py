@@ -35,6 +35,19 @@ def renamed(state_dict, start):
     return {f'{start}{name}': value for name, value in state_dict.items()}
 
 
+class Wraps(nn.Module):
+    """A wrapper that MMEngine does not know as one."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = small()
+
+
+@MODEL_WRAPPERS.register_module(force=True)
+class KnownWrapper(Wraps):
+    pass
+
+
 class Renames(nn.Linear):
     """Loads weights of an older release under their old name."""
 
@@ -55,7 +68,7 @@ def test_all_of_a_model_is_loaded_without_a_word():
 
 def test_names_of_wrappers_inside_of_a_model_are_read_and_compared():
     """As MMSeparateDistributedDataParallel saves them."""
-    source, model = small(), nn.ModuleDict(dict(part=MMDataParallelOfOne(small())))
+    source, model = small(), nn.ModuleDict(dict(part=KnownWrapper()))
     weights = renamed(source.state_dict(), 'part.module.')
     assert load(weights, model, resuming=True) is None
     assert torch.equal(model['part'].module[2].weight, source[2].weight)
@@ -63,21 +76,6 @@ def test_names_of_wrappers_inside_of_a_model_are_read_and_compared():
     del weights['part.module.2.weight']
     with pytest.raises(CheckpointError, match='Cannot resume.*part.2.weight'):
         load(weights, model, resuming=True)
-
-
-@MODEL_WRAPPERS.register_module(force=True)
-class MMDataParallelOfOne(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
-class Wraps(nn.Module):
-    """A wrapper that MMEngine does not know as one."""
-
-    def __init__(self):
-        super().__init__()
-        self.module = small()
 
 
 @pytest.mark.parametrize('start', ['', 'module.'])
