@@ -209,22 +209,15 @@ def test_all_damaged(tmp_path):
         find_good_checkpoint(tmp_path)
 
 
-def test_no_pointer_an_empty_one_and_one_to_nowhere(tmp_path):
+def test_the_pointer_decides_before_the_date_if_it_leads_somewhere(tmp_path):
     paths = three(tmp_path)
-    pointer = tmp_path / 'last_checkpoint'
-    for text in (None, '', 'elsewhere/iter_9.pth', '\x00\x01'):
-        pointer.unlink()
-        if text is not None:
-            pointer.write_text(text)
-        assert find_good_checkpoint(tmp_path) == paths[2], text
-        write_text(paths[2], tmp_path / POINTER)
     assert read_pointer(tmp_path) == paths[2]
-
-
-def test_the_pointer_decides_before_the_date(tmp_path):
-    paths = three(tmp_path)
-    write_text(paths[0], tmp_path / POINTER)
-    assert find_good_checkpoint(tmp_path) == paths[0]
+    for text in ('', 'elsewhere/iter_9.pth', '\x00\x01', paths[0]):
+        (tmp_path / 'last_checkpoint').write_text(text)
+        expected = paths[0] if text == paths[0] else paths[2]
+        assert find_good_checkpoint(tmp_path) == expected, text
+    (tmp_path / 'last_checkpoint').unlink()
+    assert find_good_checkpoint(tmp_path) == paths[2]
 
 
 def test_a_folder_that_was_moved(tmp_path):

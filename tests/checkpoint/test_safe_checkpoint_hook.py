@@ -134,8 +134,9 @@ def test_no_room_ends_all_ranks_and_keeps_what_there_was(tmp_path, async_save):
         (dict(timeout='stop'), "default_hooks.checkpoint has no option 'timeout'"),
         (dict(async_saves=True), "'async_saves'; did you mean 'async_save'?"),
         (dict(interval=1, max_keep_ckpt=3), "'max_keep_ckpt'; did you mean 'max_keep_ckpts'?"),
+        (dict(async_save=2), 'checkpoint.async_save=2: expected True or False'),
     ],
-    ids=['on_error', 'timeout', 'async_saves', 'max_keep_ckpt'],
+    ids=['on_error', 'timeout', 'async_saves', 'max_keep_ckpt', 'no flag'],
 )
 def test_an_option_that_there_is_not_is_refused_with_the_nearest(options, said):
     runner = SimpleNamespace(save_checkpoint=Runner.save_checkpoint, hooks=[])
@@ -177,11 +178,6 @@ def test_other_options_go_to_a_runner_that_takes_them(tmp_path, kind):
     if kind is StrictOwnSave:
         with pytest.raises(CheckpointError, match="'shard'; did you mean 'shards'\\?"):
             SafeCheckpointHook(shard=3).before_run(runner)
-
-
-def test_what_is_no_flag_is_refused():
-    with pytest.raises(CheckpointError, match='checkpoint.async_save=2: expected True or False'):
-        SafeCheckpointHook(async_save=2)
 
 
 def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path):
