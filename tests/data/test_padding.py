@@ -16,6 +16,7 @@ from mmdevplug.data.padding import install_padding
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.patches.mmengine import restore_mmengine
 from mmdevplug.patches.mmseg import patch_accuracy
+from tests import parallel_jobs
 from tests.jobs import digits_config
 from tests.ranks import errors_of_ranks
 
@@ -325,28 +326,13 @@ def segmentor(pad_to, **preprocessor):
             return (self.conv(inputs).relu(),)
 
     torch.manual_seed(0)
-    loss = dict(type='CrossEntropyLoss', avg_non_ignore=True)
-    model = SEG_MODELS.build(
-        ConfigDict(
-            type='mmseg.EncoderDecoder',
-            data_preprocessor=dict(
-                type='mmseg.SegDataPreProcessor', mean=MEAN, std=STD, **preprocessor
-            ),
-            backbone=dict(type='mmseg.Edges'),
-            decode_head=dict(
-                type='mmseg.FCNHead',
-                in_channels=6,
-                in_index=0,
-                channels=6,
-                num_convs=0,
-                concat_input=False,
-                dropout_ratio=0.0,
-                num_classes=4,
-                loss_decode=loss,
-            ),
-            test_cfg=dict(mode='whole'),
-        )
-    )
+    preprocessor.update(type='mmseg.SegDataPreProcessor', mean=MEAN, std=STD)
+    cfg = ConfigDict(parallel_jobs.segmentor(), data_preprocessor=preprocessor)
+    cfg.backbone, cfg.auxiliary_head = dict(type='mmseg.Edges'), None
+    cfg.decode_head.update(type='mmseg.FCNHead', in_channels=6, in_index=0, channels=6)
+    cfg.decode_head.num_convs = 0
+    cfg.decode_head.loss_decode.avg_non_ignore = True
+    model = SEG_MODELS.build(cfg)
     if pad_to is not None:
         install_padding(model, read_pad_to(pad_to))
     return model
