@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmengine.registry import RUNNERS
 
 from mmdevplug.hooks.preemption_hook import PreemptionHook
-from tests.jobs import digits_config, load_file
+from tests.checkpoint.resuming import quickly
+from tests.checkpoint.training import build
+from tests.fault_tolerance import accidents  # noqa: F401  registers a hook
+from tests.jobs import digits_config, load_file, note
 from tests.ranks import free_port, launch_variables, run_ranks, start_process
 
 
@@ -22,10 +26,6 @@ def train(environ, accelerator, work_dir, output, options):
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
-    from mmengine.registry import RUNNERS
-
-    import tests.fault_tolerance.accidents  # noqa: F401  registers a hook
-
     batch = 96 // int(environ.get('WORLD_SIZE', 1))
     cfg = digits_config(
         accelerator, work_dir, train_dataloader__batch_size=batch, train_cfg__val_interval=100
@@ -146,26 +146,21 @@ def test_without_the_hook_a_signal_ends_the_process(tmp_path):
     assert not (tmp_path / 'last_checkpoint').exists()
 
 
+def _signal(runner, **_):
+    if runner.iter == 3 and runner.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.05)  # the request takes up to two pauses of 0.5 s
+
+
 def _stopped_then_trained(folder):
     """Train until a signal, catch what ends the process, and train once more."""
-    from mmengine.hooks import Hook
-
-    from tests.checkpoint.resuming import quickly
-    from tests.checkpoint.training import build
-
-    class Signal(Hook):
-        def before_train_iter(self, runner, batch_idx, data_batch=None):
-            if runner.iter == 3 and runner.rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.05)  # the request takes up to two pauses of 0.5 s
-
     iterations = []
-    for number, hooks in enumerate([[Signal()], [], [Signal()]]):
+    for number, signalled in enumerate([True, False, True]):
         options = dict(by_epoch=False, length=40, experiment_name=f'run {number}')
         with quickly():
             runner = build(folder / str(number), **options)
-            for hook in hooks:
-                runner.register_hook(hook)
+            if signalled:
+                note(runner, 'before_train_iter', _signal)
             try:
                 runner.train()
             except SystemExit:
@@ -191,24 +186,19 @@ def test_sigint_of_a_single_process_saves_and_is_a_keyboard_interrupt(tmp_path):
     assert 'KeyboardInterrupt' in job.output(0)
 
 
-def test_sighup_is_left_alone_where_it_is_ignored():
-    hook, before = PreemptionHook(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def test_handlers_are_put_back_and_one_that_ignores_stays():
+    def handlers():
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+
+    hook, hangup = PreemptionHook(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
+        before = handlers()
         hook.before_train(None)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert [new == old for new, old in zip(handlers(), before)] == [False, True]
         hook.after_train(None)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert handlers() == before
     finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_handlers_are_put_back():
-    before = signal.getsignal(signal.SIGTERM)
-    hook = PreemptionHook()
-    hook.before_train(None)
-    assert signal.getsignal(signal.SIGTERM) != before
-    hook.after_train(None)
-    assert signal.getsignal(signal.SIGTERM) == before
+        signal.signal(signal.SIGHUP, hangup)
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
