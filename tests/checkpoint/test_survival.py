@@ -193,28 +193,27 @@ def test_a_restart_before_the_first_checkpoint_keeps_what_was_loaded(tmp_path, m
     assert_equal_bits(got, expected)
 
 
+def kill_two_ranks(folder, capsys, accelerator, kills, **options):
+    """The last checkpoints of a job that is killed and of one that is not."""
+    options['checkpoint'] = CHECKPOINT
+    expected, _, _ = run_job(folder / 'whole', 2, 0, accelerator, **options)
+    got, happened, _ = run_job(folder / 'killed', 2, kills, accelerator, **options)
+    report(2, accelerator, happened, folder / 'killed', capsys)
+    assert len(happened) >= kills * 0.6
+    return got, expected
+
+
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize('accelerator', [NATIVE, CUDA])
 def test_killed_again_and_again_on_cards(tmp_path, capsys, accelerator):
-    kills = 3
-    backend = 'nccl' if gpus() > 1 else 'gloo'
-    options = dict(checkpoint=CHECKPOINT, length=18)
-    options['accelerator__backend'] = NATIVE_BACKENDS.get(accelerator, backend)
-    expected, _, _ = run_job(tmp_path / 'whole', 2, 0, accelerator, **options)
-    got, happened, _ = run_job(tmp_path / 'killed', 2, kills, accelerator, **options)
-    assert_equal_bits(got, expected)
-    report(2, accelerator, happened, tmp_path / 'killed', capsys)
-    assert len(happened) >= kills * 0.6
+    backend = NATIVE_BACKENDS.get(accelerator, 'nccl' if gpus() > 1 else 'gloo')
+    options = dict(length=18, accelerator__backend=backend)
+    assert_equal_bits(*kill_two_ranks(tmp_path, capsys, accelerator, 3, **options))
 
 
 @pytest.mark.xla
 @pytest.mark.timeout(1500)
 def test_killed_again_and_again_on_lazy_devices(tmp_path, capsys):
-    kills = 4
-    options = dict(checkpoint=CHECKPOINT, length=24)
-    expected, _, _ = run_job(tmp_path / 'whole', 2, 0, 'xla', **options)
-    got, happened, _ = run_job(tmp_path / 'killed', 2, kills, 'xla', **options)
-    report(2, 'xla', happened, tmp_path / 'killed', capsys)
-    assert len(happened) >= kills * 0.6
+    got, expected = kill_two_ranks(tmp_path, capsys, 'xla', 4, length=24)
     for name, value in got['state_dict'].items():
         assert (value.double() - expected['state_dict'][name].double()).abs().max() < 1e-5, name
