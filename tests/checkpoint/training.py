@@ -124,9 +124,10 @@ def loader(**changes):
 def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=None, **changes):
     """A config; ``length`` is in epochs or in iterations."""
     sampler = dict(type='DefaultSampler' if by_epoch else 'InfiniteSampler', shuffle=True)
-    train_cfg = dict(by_epoch=True, max_epochs=length or 4, val_interval=1)
+    length = length or (4 if by_epoch else 24)
+    train_cfg = dict(by_epoch=True, max_epochs=length, val_interval=1)
     if not by_epoch:
-        train_cfg = dict(by_epoch=False, max_iters=length or 24, val_interval=6)
+        train_cfg = dict(by_epoch=False, max_iters=length, val_interval=6)
     cfg = dict(
         runner_type='DeviceRunner',
         accelerator=dict(type=accelerator, backend=backend_of(accelerator)),
@@ -146,11 +147,7 @@ def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=N
         ),
         param_scheduler=[
             dict(type='LinearLR', start_factor=0.1, by_epoch=False, begin=0, end=8),
-            dict(
-                type='CosineAnnealingLR',
-                by_epoch=by_epoch,
-                T_max=length or (4 if by_epoch else 24),
-            ),
+            dict(type='CosineAnnealingLR', by_epoch=by_epoch, T_max=length),
         ],
         default_hooks=dict(
             logger=dict(type='LoggerHook', interval=5),
