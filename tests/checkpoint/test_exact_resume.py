@@ -135,27 +135,10 @@ def seen_samples(work_dir, options):
     return seen
 
 
-def cut_short(work_dir, options, iteration):
-    """What two ranks see in a whole run; one of them dies in another, in the folder."""
-    whole = run_ranks(seen_samples, 2, work_dir.with_name('whole'), options)
-    dies = dict(options, custom_hooks=[dict(type='DieAt', iteration=iteration)])
-    with pytest.raises(RanksFailed):
-        run_ranks(seen_samples, 2, work_dir, dies)
-    return whole
-
-
-def test_no_sample_twice_and_none_left_out(tmp_path):
-    options = dict(length=1, checkpoint=EVERY_THIRD)
-    whole = cut_short(tmp_path / 'killed', options, 4)
-    rest = run_ranks(seen_samples, 2, tmp_path / 'killed', dict(options, resume=True))
-    assert [batches[3:] for batches in whole] == rest
-    samples = [x for batches in whole for _, batch in batches for x in batch]
-    assert len(samples) == len(set(samples)) == SAMPLES // 8 * 8
-
-
 def test_other_world_sizes_go_on_after_the_same_samples(tmp_path):
     options = dict(length=1, checkpoint=dict(interval=2, by_epoch=False))
-    whole = cut_short(tmp_path / 'killed', options, 3)
+    whole = run_ranks(seen_samples, 2, tmp_path / 'whole', options)
+    train_until_death(2, tmp_path / 'killed', options, type='DieAt', iteration=3)
     (rest,) = run_ranks(seen_samples, 1, tmp_path / 'killed', dict(options, resume=True))
     # Two batches of each of two ranks are four of a single one.
     assert rest[0][0] == 4
