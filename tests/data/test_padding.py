@@ -81,32 +81,29 @@ def images(*sizes):
     ]
 
 
-def test_mmengine_pads_with_its_own_value():
-    options = dict(mean=MEAN, std=STD, pad_value=7.0, bgr_to_rgb=True)
-    batch = images((10, 12), (14, 9))
+@pytest.mark.parametrize(
+    ('options', 'batch', 'pad_to', 'shape'),
+    [
+        (dict(mean=MEAN, std=STD), images((10, 12), (14, 9)), (16, 24), (2, 3, 16, 24)),
+        ({}, torch.stack(images((10, 12), (10, 12))), 8, (2, 3, 16, 16)),
+        (dict(pad_size_divisor=32), images((8, 8)), (10, 40), (1, 3, 32, 64)),
+    ],
+    ids=['images', 'stacked', 'divisor'],
+)
+def test_mmengine_pads_with_its_own_value(options, batch, pad_to, shape):
+    options.update(pad_value=7.0, bgr_to_rgb=True)
     plain = ImgDataPreprocessor(**options)(dict(inputs=batch))['inputs']
-    larger = padded(ImgDataPreprocessor(**options), (16, 24))(dict(inputs=batch))['inputs']
-    assert larger.shape == (2, 3, 16, 24)
-    assert torch.equal(larger[..., :14, :12], plain)
-    assert (larger[..., 14:, :] == 7.0).all()
-    assert (larger[..., 12:] == 7.0).all()
+    larger = padded(ImgDataPreprocessor(**options), pad_to)(dict(inputs=batch))['inputs']
+    height, width = plain.shape[2:]
+    assert larger.shape == shape
+    assert torch.equal(larger[..., :height, :width], plain)
+    assert (larger[..., height:, :] == 7.0).all()
+    assert (larger[..., width:] == 7.0).all()
 
 
-def test_a_stacked_batch_and_a_preprocessor_that_only_moves():
-    batch = torch.stack(images((10, 12), (10, 12)))
-    larger = padded(ImgDataPreprocessor(pad_value=3), 8)(dict(inputs=batch))['inputs']
-    assert larger.shape == (2, 3, 16, 16)
-    assert torch.equal(larger[..., :10, :12], batch.float())
-    assert (larger[..., 10:, :] == 3).all()
+def test_a_preprocessor_that_only_moves():
     moved = padded(BaseDataPreprocessor(), 8)(dict(inputs=images((3, 5), (9, 2))))['inputs']
     assert [tuple(image.shape) for image in moved] == [(3, 16, 8)] * 2
-
-
-def test_a_divisor_of_the_preprocessor_is_kept():
-    made = padded(ImgDataPreprocessor(pad_size_divisor=32, pad_value=5), (10, 40))
-    larger = made(dict(inputs=images((8, 8))))['inputs']
-    assert larger.shape == (1, 3, 32, 64)
-    assert (larger[..., 8:, :] == 5).all()
 
 
 @pytest.mark.parametrize('data', [dict(inputs=dict(text='a')), [torch.ones(1)], dict(inputs=[])])
