@@ -34,6 +34,7 @@ from mmdevplug.checkpoint.writing import (
 )
 from mmdevplug.errors import CheckpointError
 from mmdevplug.utils import atomic_files
+from tests.checkpoint.test_malicious import Calls
 from tests.commands import environment, run
 from tests.jobs import load_file, torch_before
 
@@ -255,20 +256,13 @@ def of_job(folder, job, number, age):
     return save(folder / f'iter_{number}.pth', number, age=age, meta=meta)
 
 
-class Opens:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), 'w')
-
-
 def test_whose_a_checkpoint_is_is_read_without_running_code(tmp_path):
     ran = tmp_path / 'ran'
-    path = save(tmp_path / 'a.pth', 1, meta=dict(job='mine', iter=3, other=Opens(ran)))
+    opens = Calls(open, str(ran), 'w')
+    path = save(tmp_path / 'a.pth', 1, meta=dict(job='mine', iter=3, other=opens))
     assert origin_of(path) == ('mine', 3)
     assert not ran.exists()
-    for index, meta in enumerate([dict(job=Opens(ran), iter=3), dict(iter='3'), [1], Opens(ran)]):
+    for index, meta in enumerate([dict(job=opens, iter=3), dict(iter='3'), [1], opens]):
         assert origin_of(save(tmp_path / f'{index}.pth', 1, meta=meta)) == (None, -1)
     (tmp_path / 'b.pth').write_text('')
     assert origin_of(tmp_path / 'b.pth') == (None, -1)

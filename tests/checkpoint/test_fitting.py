@@ -16,7 +16,7 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.load_weights import load_weights
 from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
 from mmdevplug.utils.model import unwrap_model
-from tests.checkpoint.training import build, config
+from tests.checkpoint.training import TESTED, build, config
 from tests.jobs import messages_of, note
 from tests.ranks import run_ranks
 
@@ -217,14 +217,6 @@ def on_one_runner(folder):
             runner.test() if how == 'test' else runner.train()
         said[name, how] = str(refused.value)
     return said
-
-
-TESTED = dict(
-    test_dataloader=config('')['val_dataloader'],
-    test_evaluator=dict(type='MeanError'),
-    test_cfg=dict(),
-    custom_hooks=[],
-)
 
 
 def test_files_that_are_no_checkpoint_are_named_in_one_line(tmp_path):

@@ -12,7 +12,7 @@ from mmengine.utils import get_object_from_string
 
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.errors import CheckpointError
-from tests.checkpoint.training import build, config, train
+from tests.checkpoint.training import TESTED, build, train
 from tests.jobs import torch_before
 from tests.ranks import errors_of_ranks
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class _Calls:
+class Calls:
     """Pickled as a call."""
 
     def __init__(self, function, *args):
@@ -50,16 +50,11 @@ def initialize(work_dir, path):
     train(work_dir, model=dict(type='NoisyModel', init_cfg=weights))
 
 
-def test_it(work_dir, path):
-    cfg = dict(load_from=path, test_cfg={}, test_dataloader={}, test_evaluator={})
-    found = config(work_dir)
-    for name in ('dataloader', 'evaluator'):
-        cfg[f'test_{name}'] = found[f'val_{name}']
-    build(work_dir, **cfg).test()
+def run_test(work_dir, path):
+    build(work_dir, load_from=path, **TESTED).test()
 
 
-test_it.__test__ = False
-WAYS = [resume, resume_the_newest, load, initialize, test_it]
+WAYS = [resume, resume_the_newest, load, initialize, run_test]
 
 
 # PyTorch's own switch for what is unsafe makes no difference.
@@ -71,7 +66,7 @@ WAYS = [resume, resume_the_newest, load, initialize, test_it]
 def test_refused(tmp_path, way, switch):
     folder = tmp_path / 'made by the checkpoint'
     path = tmp_path / 'malicious.pth'
-    payload = _Calls(os.mkdir, str(folder))
+    payload = Calls(os.mkdir, str(folder))
     torch.save(dict(state_dict={}, meta=dict(epoch=1, iter=3), payload=payload), path)
     environ = dict(TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=switch)
     errors = errors_of_ranks(way, 0, tmp_path / 'work', str(path), environ=environ)
@@ -82,7 +77,7 @@ def test_refused(tmp_path, way, switch):
     assert not folder.exists()
 
 
-class _Named(_Calls):
+class _Named(Calls):
     """Pickled as a name, of a module's member or a member's member."""
 
     def __init__(self, owner, name):
@@ -94,18 +89,18 @@ class _Named(_Calls):
 
 #: Ways to make more of what a checkpoint may name.
 PAYLOADS = dict(
-    calls_scheduler=_Calls(OneCycleParamScheduler, None, 'lr', 1.0, 5),
+    calls_scheduler=Calls(OneCycleParamScheduler, None, 'lr', 1.0, 5),
     other_method=_Named(OneCycleParamScheduler, '__init__'),
     globals_of_method=_Named(_Named(OneCycleParamScheduler, '_annealing_cos'), '__globals__'),
     of_buffer=_Named(HistoryBuffer, '__reduce__'),
-    registers=_Calls(_Named(HistoryBuffer, 'register_statistics'), print),
-    of_module=_Named(_Calls(__import__, 'os'), 'mkdir'),
+    registers=Calls(_Named(HistoryBuffer, 'register_statistics'), print),
+    of_module=_Named(Calls(__import__, 'os'), 'mkdir'),
     of_list=_Named(list, 'append'),
-    imports=_Calls(get_object_from_string, 'os.mkdir'),
-    lazy=_Calls(LazyObject, 'os'),
-    config=_Calls(Config, dict(a=1)),
-    evaluates=_Calls(eval, '1'),
-    opens=_Calls(open, os.devnull),
+    imports=Calls(get_object_from_string, 'os.mkdir'),
+    lazy=Calls(LazyObject, 'os'),
+    config=Calls(Config, dict(a=1)),
+    evaluates=Calls(eval, '1'),
+    opens=Calls(open, os.devnull),
 )
 
 

@@ -167,6 +167,15 @@ def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=N
     return cfg
 
 
+#: Options of a runner that tests.
+TESTED = dict(
+    test_dataloader=config('')['val_dataloader'],
+    test_evaluator=dict(type='MeanError'),
+    test_cfg=dict(),
+    custom_hooks=[],
+)
+
+
 def build(work_dir, accelerator='cpu', **options):
     install_card(accelerator)
     mmdevplug.follow_runner_type()  # as a base config does
