@@ -120,15 +120,9 @@ def test_a_copied_model_pads_by_itself():
     assert (original(dict(inputs=images((4, 4))))['inputs'][..., 4:] == 1).all()
 
 
-# in configs ----------------------------------------------------------------------------------
-
-
 def test_a_model_without_preprocessor_is_refused():
     with pytest.raises(ModelError, match='Linear has no data preprocessor'):
         install_padding(nn.Linear(2, 2), read_pad_to(8))
-
-
-# all ranks together --------------------------------------------------------------------------
 
 
 def train_digits_with(work_dir, pad_to):
@@ -415,9 +409,6 @@ def test_pixels_of_another_size_than_the_image_are_refused():
     batch['inputs'] = images((10, 15))
     with pytest.raises(DevPlugError, match=r'gt_sem_seg.*\(20, 30\), expected \(10, 15\)'):
         segmentor(32, size=(20, 30)).data_preprocessor(batch, True)
-
-
-# mmpretrain ----------------------------------------------------------------------------------
 
 
 @pytest.mark.operators

@@ -315,9 +315,6 @@ def test_autocast_of_other_devices_stays_as_it_was():
     run_ranks(autocast_elsewhere, 0)
 
 
-# the command line -------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 def test_amp_on_the_command_line(tmp_path, accelerator):

@@ -13,9 +13,6 @@ from tests.ranks import run_ranks
 pytestmark = [needs_native, pytest.mark.timeout(600)]
 
 
-# digits -----------------------------------------------------------------------------------------
-
-
 def digits(accelerator, work_dir, collect_device):
     """Train two epochs, and the second one again from the checkpoint of the first."""
     options = dict(
@@ -67,9 +64,6 @@ def test_digits(tmp_path, on_the_cpu, name, ranks):
         assert largest_difference(whole['weights'], resumed['weights']) == 0.0
     text = log_of(tmp_path / name / 'whole')
     assert f"backend '{CARDS[name][1]}'" in text
-
-
-# model parallel ----------------
 
 
 def spread(name, work_dir):

@@ -471,9 +471,6 @@ def test_a_loop_with_a_run_of_its_own_goes_on(tmp_path, kind, options, exact):
     assert ('OwnRun.run() has dropped 4 batches' in log) != exact
 
 
-# two checkpoint hooks ------------------------------------------------------------------------
-
-
 def test_two_checkpoint_hooks_write_and_either_resumes(tmp_path):
     by_iteration = dict(
         type='CheckpointHook', by_epoch=False, interval=5, filename_tmpl='it_{}.pth'
@@ -488,9 +485,6 @@ def test_two_checkpoint_hooks_write_and_either_resumes(tmp_path):
         (found,) = run_ranks(partial(run, resume=True), 0, tmp_path / name)
         assert found['iter'] == whole['iter']
         assert largest_difference(whole['weights'], found['weights']) == 0.0, name
-
-
-# a loop that counts something else -----------------------------------------------------------
 
 
 def test_iterations_that_are_resumed_by_epochs(tmp_path):
@@ -512,9 +506,6 @@ def count_epochs(work_dir):
     )
     runner.train()
     return seen[0], seen[-1][-1], max(work_dir.glob('*/*.log')).read_text()
-
-
-# code that names CUDA ------------------------------------------------------------------------
 
 
 @MODELS.register_module(force=True)
