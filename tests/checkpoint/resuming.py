@@ -63,7 +63,7 @@ def quickly():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceRunner, '_log_env', lambda *_: None)
         patch.setattr(Config, 'pretty_text', property(repr))
-        patch.setattr(Visualizer, '_initialize_fig', _figure)
+        patch.setattr(Visualizer, '_initialize_fig', lambda *_: _one_figure())
         patch.setattr(base_dataset, 'gc', SimpleNamespace(collect=lambda: None))
         patch.setattr(loops, 'time', SimpleNamespace(sleep=lambda _: None))
         yield
@@ -75,10 +75,6 @@ _initialize_fig = Visualizer._initialize_fig
 @lru_cache(maxsize=None)
 def _one_figure():
     return _initialize_fig(None, dict(frameon=False))
-
-
-def _figure(visualizer, options):
-    return _one_figure()
 
 
 def tiny(work_dir, by_epoch=True, **changes):
