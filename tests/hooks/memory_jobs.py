@@ -1,7 +1,6 @@
 """Small trainings, some with a leak."""
 
 import os
-import re
 from pathlib import Path
 
 import torch
@@ -118,20 +117,10 @@ def build(*args, **kwargs):
     return RUNNERS.build(Config(cfg))
 
 
-def train_and_read_log(work_dir, *args, **kwargs):
-    """Train, and return the log."""
-    build(work_dir, *args, **kwargs).train()
-    return log_of(work_dir)
-
-
-def warnings_of(log):
-    """What was said of memory that doubled."""
-    return re.findall(r'Host memory of rank \d+.* has doubled.*', log)
-
-
 def train_all(work_dir, accelerator, cases):
     """Train once for each case, in this process; return logs."""
-    return {
-        name: train_and_read_log(Path(work_dir) / name, accelerator, **options)
-        for name, options in cases.items()
-    }
+    logs = {}
+    for name, options in cases.items():
+        build(work_dir / name, accelerator, **options).train()
+        logs[name] = log_of(work_dir / name)
+    return logs
