@@ -7,16 +7,15 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from mmengine.config import Config
-from mmengine.hooks import Hook
 from mmengine.optim import _ParamScheduler, build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS, RUNNERS
 
 from mmdevplug.checkpoint.resume_settings import OptimizerSettings, describe, param_groups
 from mmdevplug.utils.model import list_optim_wrappers
-from tests.checkpoint import resume_cases  # noqa: F401  it registers what is trained
+from tests.checkpoint.resume_cases import two_optimizers
 from tests.checkpoint.resuming import Stop, quickly, tiny
 from tests.checkpoint.training import NoisyModel
-from tests.jobs import messages_of
+from tests.jobs import messages_of, note
 
 _numbers = itertools.count()
 #: The warnings that are about settings and hooks.
@@ -37,23 +36,10 @@ class Zigzag(_ParamScheduler):
         return [value * factor for value in self.base_values]
 
 
-class Rates(Hook):
-    """Notes the settings of all groups at the start of each iteration."""
-
-    def __init__(self):
-        self.seen = {}
-
-    def state_dict(self):
-        """Nothing of it: each run notes what it sees itself."""
-        return {}
-
-    def load_state_dict(self, state):
-        assert state == {}
-
-    def before_train_iter(self, runner, batch_idx, data_batch=None):
-        self.seen[runner.iter] = [
-            one for each in list_optim_wrappers(runner.optim_wrapper) for one in described(each)
-        ]
+def described_of_runner(runner, **_):
+    """An iteration, and the settings of all groups of all optimizers."""
+    wrappers = list_optim_wrappers(runner.optim_wrapper)
+    return runner.iter, [group for each in wrappers for group in described(each)]
 
 
 def described(wrapper):
@@ -77,20 +63,19 @@ class Case(NamedTuple):
     stop: int = 8
 
 
-def run(work_dir, options, resume=False, stop=None, choice='checkpoint'):
+def run(work_dir, options, resume=False, stop=None, choice='checkpoint', validates=False):
     """Train as if in a separate process; return the groups by iteration, and the warnings."""
-    defaults = dict(custom_hooks=[], val_cfg=None, val_dataloader=None, val_evaluator=None)
-    if options.get('validates'):
-        defaults = dict(custom_hooks=[], train_cfg__val_interval=1)
-    options = {**defaults, **{k: v for k, v in options.items() if k != 'validates'}}
-    cfg = tiny(work_dir, **options)
+    defaults = dict(val_cfg=None, val_dataloader=None, val_evaluator=None)
+    if validates:
+        defaults = dict(train_cfg__val_interval=1)
+    cfg = tiny(work_dir, **{'custom_hooks': [], **defaults, **options})
     cfg['accelerator'].update(resume_settings=choice, memory=False)
     cfg.update(experiment_name=f'changed_{next(_numbers)}', resume=bool(resume))
     if resume:
         cfg['load_from'] = str(resume)
     with quickly():
-        runner, rates = RUNNERS.build(Config(cfg)), Rates()
-        runner.register_hook(rates)
+        runner = RUNNERS.build(Config(cfg))
+        seen = note(runner, 'before_train_iter', described_of_runner)
         if stop is not None:
             runner.register_hook(Stop(stop, save=True))
         with messages_of(runner.logger) as lines:
@@ -98,7 +83,13 @@ def run(work_dir, options, resume=False, stop=None, choice='checkpoint'):
                 runner.train()
             except SystemExit:
                 assert stop is not None
-    return rates.seen, [line for line in lines if re.search(SAID, line)]
+    return dict(seen), [line for line in lines if re.search(SAID, line)]
+
+
+def interrupt(work_dir, options, stop=8):
+    """Interrupt a training after an iteration, 5 of which are an epoch; return its checkpoint."""
+    run(work_dir, options, stop=stop)
+    return next(work_dir.glob('interrupted*.pth')).rename(work_dir / 'kept.pth')
 
 
 class Simulated:
@@ -198,41 +189,28 @@ def plan(*schedulers, lr=0.02, kind='SGD', wrapper=None, **more):
     )
 
 
-def _schedule(kind, before, after, said, **more):
+def _schedule(kind, said, before, **changes):
     """A setting of a schedule changes."""
-    return Case(plan(dict(before, type=kind)), plan(dict(after, type=kind)), said, **more)
+    before = dict(before, type=kind)
+    return Case(plan(before), plan(dict(before, **changes)), said)
 
 
-def _optimizer(before, after, said, kind='SGD', **more):
-    return Case(
-        plan(STEPS, kind=kind, optimizer=before),
-        plan(STEPS, kind=kind, optimizer=after),
-        said,
-        **more,
-    )
+def _optimizer(said, kind='SGD', stop=8, **changes):
+    """A setting of the optimizer changes."""
+    now = plan(STEPS, kind=kind, optimizer=changes)
+    return Case(plan(STEPS, kind=kind), now, said, stop=stop)
 
 
-def _longer(*schedulers, more=None, said=(), **options):
+def _longer(*schedulers, said=(), by_epoch=True, **options):
     """Six epochs in place of four, or 30 iterations in place of 20."""
-    by_epoch = options.pop('by_epoch', True)
     now = plan(*schedulers, length=6 if by_epoch else 30, by_epoch=by_epoch)
     return Case(plan(*schedulers, by_epoch=by_epoch), now, list(said), kept=now, **options)
 
 
 _POLY = dict(type='PolyLR', power=0.9, eta_min=0.001)
+_CYCLE = dict(eta_max=0.05, by_epoch=False)
 _WARM = dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=7)
-TWO = dict(
-    model=dict(type='TwoParts'),
-    optim_wrapper=dict(
-        constructor='TwoOptimizers',
-        first=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1, momentum=0.9)),
-        second=dict(type='OptimWrapper', optimizer=dict(type='Adam', lr=0.01)),
-    ),
-    param_scheduler=dict(
-        first=[dict(type='MultiStepLR', milestones=[1, 3])],
-        second=[dict(type='StepLR', step_size=1, gamma=0.5)],
-    ),
-)
+TWO = two_optimizers(dict(type='StepLR', step_size=1, gamma=0.5))
 
 
 def changed_two(**changes):
@@ -247,14 +225,12 @@ _MULT = {'net.0': dict(lr_mult=0.1), 'net.6': dict(decay_mult=0.0)}
 _GREATER = {'net.0': dict(lr_mult=0.5), 'net.6': dict(decay_mult=2.0)}
 
 CASES = dict(
-    lr=_optimizer(dict(lr=0.02), dict(lr=0.2), [LR + ' {}, config 0.2 {}']),
-    lr_between_epochs=_optimizer(dict(lr=0.02), dict(lr=0.2), [LR], stop=10),
-    momentum=_optimizer(dict(momentum=0.9), dict(momentum=0.5), ['momentum: checkpoint 0.9']),
-    weight_decay=_optimizer({}, dict(weight_decay=0.1), ['weight_decay: checkpoint 0']),
-    nesterov=_optimizer({}, dict(nesterov=True), ['nesterov: checkpoint False']),
-    betas=_optimizer(
-        {}, dict(betas=(0.8, 0.99)), ['betas: checkpoint [0.9, 0.999]'], kind='AdamW'
-    ),
+    lr=_optimizer([LR + ' {}, config 0.2 {}'], lr=0.2),
+    lr_between_epochs=_optimizer([LR], lr=0.2, stop=10),
+    momentum=_optimizer(['momentum: checkpoint 0.9'], momentum=0.5),
+    weight_decay=_optimizer(['weight_decay: checkpoint 0'], weight_decay=0.1),
+    nesterov=_optimizer(['nesterov: checkpoint False'], nesterov=True),
+    betas=_optimizer(['betas: checkpoint [0.9, 0.999]'], 'AdamW', betas=(0.8, 0.99)),
     lr_mult=Case(
         plan(STEPS, optimizer=_DECAY, wrapper=dict(paramwise_cfg=dict(custom_keys=_MULT))),
         plan(STEPS, optimizer=_DECAY, wrapper=dict(paramwise_cfg=dict(custom_keys=_GREATER))),
@@ -265,57 +241,39 @@ CASES = dict(
         ],
     ),
     no_schedule=Case(plan(), plan(lr=0.3), [LR]),
-    gamma=_schedule(
-        'StepLR', dict(step_size=1, gamma=0.5), dict(step_size=1, gamma=0.7), ['gamma']
-    ),
-    step_size=_schedule(
-        'StepLR', dict(step_size=1), dict(step_size=2), ['step_size: checkpoint 1']
-    ),
+    gamma=_schedule('StepLR', ['gamma'], dict(step_size=1, gamma=0.5), gamma=0.7),
+    step_size=_schedule('StepLR', ['step_size: checkpoint 1'], dict(step_size=1), step_size=2),
     milestones=_schedule(
         'MultiStepLR',
-        dict(milestones=[1, 3]),
-        dict(milestones=[2, 3]),
         ['milestones: checkpoint [1, 3] {}, config [2, 3]'],
+        dict(milestones=[1, 3]),
+        milestones=[2, 3],
     ),
     T_max=_schedule(
-        'CosineAnnealingLR', dict(T_max=4), dict(T_max=3, eta_min=0.001), ['T_max', 'eta_min']
+        'CosineAnnealingLR', ['T_max', 'eta_min'], dict(T_max=4), T_max=3, eta_min=0.001
     ),
     eta_min_ratio=_schedule(
-        'CosineAnnealingLR',
-        dict(T_max=4, eta_min_ratio=0.1),
-        dict(T_max=4, eta_min_ratio=0.2),
-        ['eta_min_ratio'],
+        'CosineAnnealingLR', ['eta_min_ratio'], dict(T_max=4, eta_min_ratio=0.1), eta_min_ratio=0.2
     ),
     periods=_schedule(
         'CosineRestartLR',
-        dict(periods=[2, 2], eta_min=0.0, restart_weights=[1, 0.5]),
-        dict(periods=[1, 3], eta_min=0.0, restart_weights=[1, 0.9]),
         ['periods: checkpoint [2, 2]', 'restart_weights'],
+        dict(periods=[2, 2], eta_min=0.0, restart_weights=[1, 0.5]),
+        periods=[1, 3],
+        restart_weights=[1, 0.9],
     ),
-    power=_schedule('PolyLR', dict(power=0.9), dict(power=2.0), ['power']),
-    end=_schedule('PolyLR', dict(end=2), dict(end=4), ['end: checkpoint 2 {}, config 4 {}']),
-    begin=_schedule('ExponentialLR', dict(gamma=0.5), dict(gamma=0.5, begin=1), ['begin']),
-    by_epoch=_schedule(
-        'ExponentialLR', dict(gamma=0.9), dict(gamma=0.9, by_epoch=False, end=20), ['by_epoch']
-    ),
-    factor=_schedule('ConstantLR', dict(factor=0.5, end=3), dict(factor=0.2, end=3), ['factor']),
+    power=_schedule('PolyLR', ['power'], dict(power=0.9), power=2.0),
+    end=_schedule('PolyLR', ['end: checkpoint 2 {}, config 4 {}'], dict(end=2), end=4),
+    begin=_schedule('ExponentialLR', ['begin'], dict(gamma=0.5), begin=1),
+    by_epoch=_schedule('ExponentialLR', ['by_epoch'], dict(gamma=0.9), by_epoch=False, end=20),
+    factor=_schedule('ConstantLR', ['factor'], dict(factor=0.5, end=3), factor=0.2),
     warm_up=Case(
         plan(_WARM, STEPS),
         plan(dict(_WARM, start_factor=0.5, end=12), STEPS),
         ['start_factor: checkpoint 0.1', 'end: checkpoint 7'],
     ),
-    eta_max=_schedule(
-        'OneCycleLR',
-        dict(eta_max=0.05, by_epoch=False),
-        dict(eta_max=0.1, pct_start=0.5, by_epoch=False),
-        ['eta_max'],
-    ),
-    pct_start=_schedule(
-        'OneCycleLR',
-        dict(eta_max=0.05, by_epoch=False),
-        dict(eta_max=0.05, pct_start=0.5, by_epoch=False),
-        ['_schedule_phases'],
-    ),
+    eta_max=_schedule('OneCycleLR', ['eta_max'], _CYCLE, eta_max=0.1, pct_start=0.5),
+    pct_start=_schedule('OneCycleLR', ['_schedule_phases'], _CYCLE, pct_start=0.5),
     of_momentum=Case(
         plan(STEPS, dict(type='CosineAnnealingMomentum', T_max=4, eta_min=0.5), kind='AdamW'),
         plan(STEPS, dict(type='CosineAnnealingMomentum', T_max=4, eta_min=0.6), kind='AdamW'),
@@ -323,11 +281,11 @@ CASES = dict(
     ),
     converted=_schedule(
         'CosineAnnealingLR',
-        dict(T_max=4, convert_to_iter_based=True),
-        dict(T_max=3, convert_to_iter_based=True),
         ['T_max: checkpoint 20'],
+        dict(T_max=4, convert_to_iter_based=True),
+        T_max=3,
     ),
-    of_a_user=_schedule('Zigzag', dict(low=0.5), dict(low=0.8), ['(Zigzag).low: checkpoint 0.5']),
+    of_a_user=_schedule('Zigzag', ['(Zigzag).low: checkpoint 0.5'], dict(low=0.5), low=0.8),
 )
 
 #: A longer run, whose defaults follow: the rates are the config's in any case.

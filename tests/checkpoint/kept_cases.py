@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from mmdevplug.utils.model import unwrap_model
-from tests.checkpoint.training import NoisyModel
+from tests.checkpoint.training import NoisyModel, loader
 
 
 class Clock:
@@ -232,17 +232,7 @@ class BeginsWithState(BeginsEpochs):
 
 
 def _loader(size=20, **changes):
-    return dict(
-        dict(
-            batch_size=4,
-            num_workers=0,
-            drop_last=True,
-            collate_fn=dict(type='default_collate'),
-            sampler=dict(type='DefaultSampler', shuffle=True),
-            dataset=dict(type='NoisyDataset', indices=size),
-        ),
-        **changes,
-    )
+    return loader(dataset=dict(type='NoisyDataset', indices=size), **changes)
 
 
 def _zipped(*others, **options):
@@ -321,13 +311,8 @@ KEPT = dict(
     sampler=dict(train_dataloader=_loader(sampler=_OWN)),
     sampler_by_iter=dict(by_epoch=False, train_dataloader=_loader(sampler=_OWN, **_WORKERS)),
     batch_sampler=dict(
-        train_dataloader=dict(
-            batch_size=4,
-            num_workers=1,
-            collate_fn=dict(type='default_collate'),
-            sampler=dict(type='DefaultSampler', shuffle=True),
-            batch_sampler=dict(type='KeepsTheRest'),
-            dataset=dict(type='NoisyDataset', indices=22),
+        train_dataloader=_loader(
+            22, num_workers=1, drop_last=False, batch_sampler=dict(type='KeepsTheRest')
         )
     ),
     hook=dict(custom_hooks=[dict(type='ReadsByItself', loader=_loader(12, sampler=_RANDOM))]),

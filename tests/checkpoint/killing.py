@@ -118,9 +118,8 @@ class KillByPlan(Hook):
         if self.plan is None:
             return
         others_follow = self.plan['place'] != 'iteration' and runner.rank != 0
-        if (self.plan['place'] == 'iteration' or others_follow) and self.iterations == self.plan[
-            'after'
-        ]:
+        dies_here = self.plan['place'] == 'iteration' or others_follow
+        if dies_here and self.iterations == self.plan['after']:
             if runner.rank == self.plan['ranks'][0] or others_follow:
                 self.note()
             _kill()
@@ -128,52 +127,45 @@ class KillByPlan(Hook):
 
 def look_at_checkpoints(work_dir):
     """Read every checkpoint there is; one that cannot be read ends the run with an error."""
-    seen = 0
-    for path in sorted(Path(work_dir).glob('*.pth')):
+    paths = sorted(Path(work_dir).glob('*.pth'))
+    for path in paths:
         check_file(path)
         read_checkpoint(str(path))
-        seen += 1
     with open(Path(work_dir) / 'looked.txt', 'a') as file:
-        file.write(f'{seen}\n')
+        file.write(f'{len(paths)}\n')
 
 
 def die_while_saving(place, after, note):
     """Kill this process inside the ``after``-th checkpoint that it writes from now on."""
     if hasattr(torch.save, 'dies'):
         return  # in this process another runner has trained before
-    count = [0]
+    count = 0
     save, flush, replace = torch.save, atomic_files._flush, os.replace
-    is_checkpoint = ['.pth' + atomic_files.UNFINISHED]
+    unfinished = '.pth' + atomic_files.UNFINISHED
 
-    def ends():
-        note()
-        _kill()
+    def die_if(here):
+        if here and count >= after:
+            note()
+            _kill()
 
     def dying_save(value, path, *args, **kwargs):
-        if is_checkpoint[0] in str(path):
-            count[0] += 1
-        if count[0] < after or is_checkpoint[0] not in str(path):
-            return save(value, path, *args, **kwargs)
+        nonlocal count
+        is_checkpoint = unfinished in str(path)
+        count += is_checkpoint
         save(value, path, *args, **kwargs)
-        if place == 'half written':
+        if is_checkpoint and place == 'half written' and count >= after:
             path.flush()
             os.truncate(path.name, os.path.getsize(path.name) // 2)
-        if place in ('half written', 'written'):
-            ends()
-        return None
+        die_if(is_checkpoint and place in ('half written', 'written'))
 
     def dying_flush(path):
         flush(path)
-        if count[0] >= after and place == 'flushed' and is_checkpoint[0] in str(path):
-            ends()
+        die_if(place == 'flushed' and unfinished in str(path))
 
     def dying_replace(source, target, *args, **kwargs):
         replace(source, target, *args, **kwargs)
-        if count[0] >= after:
-            if place == 'renamed' and str(target).endswith('.pth'):
-                ends()
-            if place == 'pointed' and str(target).endswith('last_checkpoint'):
-                ends()
+        ending = dict(renamed='.pth', pointed='last_checkpoint').get(place)
+        die_if(ending is not None and str(target).endswith(ending))
 
     dying_save.dies = True
     torch.save, atomic_files._flush, os.replace = dying_save, dying_flush, dying_replace

@@ -1,13 +1,15 @@
 """What is trained, interrupted and resumed: MMEngine's schedulers, optimizers, hooks, samplers."""
 
+from inspect import signature
+
 import numpy as np
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
-from mmengine.optim import OptimWrapperDict
-from mmengine.registry import HOOKS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from mmengine.registry import HOOKS, MODELS, OPTIMIZERS
 from torch import nn
 
 from tests.checkpoint.resuming import LENGTH
+from tests.features import parts  # noqa: F401  registers EachChild
 from tests.jobs import torch_before
 
 #: Arguments of each kind of schedule; times are parts of the whole training.
@@ -79,9 +81,8 @@ def schedule(kind, optimizer, counting):
     found = [dict(options, type=f'{kind}LR')]
     if kind == 'OneCycle':
         return found
-    defaults = OPTIMIZERS.get(optimizer['type'])
     knows = OPTIMIZER_OPTIONS[optimizer['type']]
-    if 'momentum' in knows or 'betas' in _parameters(defaults):
+    if 'momentum' in knows or 'betas' in signature(OPTIMIZERS.get(optimizer['type'])).parameters:
         found.append(dict(options, type=f'{kind}Momentum'))
     if 'weight_decay' in knows:
         found.append(dict(options, type=f'{kind}ParamScheduler', param_name='weight_decay'))
@@ -90,12 +91,6 @@ def schedule(kind, optimizer, counting):
             del each['eta_min']
             each['eta_min_ratio'] = 0.5
     return found
-
-
-def _parameters(function):
-    import inspect
-
-    return inspect.signature(function).parameters
 
 
 def scheduled(kind, optimizer, counting='epochs', **more):
@@ -197,26 +192,21 @@ class TwoParts(BaseModel):
         return dict(loss=loss.detach())
 
 
-@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
-class TwoOptimizers:
-    """Builds an optimizer for each part."""
-
-    def __init__(self, optim_wrapper_cfg, paramwise_cfg=None):
-        self.config = optim_wrapper_cfg
-
-    def __call__(self, model):
-        model = getattr(model, 'module', model)
-        wrappers = {}
-        for name in ('first', 'second'):
-            config = dict(self.config[name])
-            optimizer = OPTIMIZERS.build(
-                dict(config.pop('optimizer'), params=getattr(model, name).parameters())
-            )
-            wrappers[name] = OPTIM_WRAPPERS.build(dict(config, optimizer=optimizer))
-        return OptimWrapperDict(**wrappers)
-
-
 # cases ------------------------------------------------------------------------------------------
+
+
+def two_optimizers(second):
+    """A training of two parts with an optimizer each, of which the second has this schedule."""
+    return dict(
+        model=dict(type='TwoParts'),
+        optim_wrapper=dict(
+            constructor='EachChild',
+            first=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1, momentum=0.9)),
+            second=dict(type='OptimWrapper', optimizer=dict(type='Adam', lr=0.01)),
+        ),
+        param_scheduler=dict(first=[dict(type='MultiStepLR', milestones=[1, 3])], second=[second]),
+        custom_hooks=[],
+    )
 
 
 def _amp(dtype, **options):
@@ -232,12 +222,9 @@ def _ema(**options):
     return dict(custom_hooks=[dict(type='EMAHook', momentum=0.1, **options)])
 
 
-def _loader(**options):
-    return {f'train_dataloader__{name}': value for name, value in options.items()}
-
-
-def _infinite(shuffle=True):
-    return dict(type='InfiniteSampler', shuffle=shuffle)
+def _loader(by_epoch=True, **options):
+    loader = {f'train_dataloader__{name}': value for name, value in options.items()}
+    return dict(loader, by_epoch=by_epoch)
 
 
 def _default(**options):
@@ -268,19 +255,7 @@ OTHERS = dict(
         optim_wrapper__accumulative_counts=2,
         checkpoint=dict(interval=4, by_epoch=False),
     ),
-    two_optimizers=dict(
-        model=dict(type='TwoParts'),
-        optim_wrapper=dict(
-            constructor='TwoOptimizers',
-            first=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1, momentum=0.9)),
-            second=dict(type='OptimWrapper', optimizer=dict(type='Adam', lr=0.01)),
-        ),
-        param_scheduler=dict(
-            first=[dict(type='MultiStepLR', milestones=[1, 3])],
-            second=[dict(type='OneCycleLR', eta_max=0.02, total_steps=4)],
-        ),
-        custom_hooks=[],
-    ),
+    two_optimizers=two_optimizers(dict(type='OneCycleLR', eta_max=0.02, total_steps=4)),
     paramwise=dict(
         optim_wrapper__optimizer=dict(type='AdamW', lr=0.02, weight_decay=0.1),
         optim_wrapper__paramwise_cfg=dict(
@@ -315,26 +290,22 @@ OTHERS = dict(
         checkpoint=dict(interval=1, save_best='auto', rule='less'),
         **_EVERY_EPOCH,
     ),
-    default_sampler_by_iter=dict(by_epoch=False, **_loader(sampler=_default(shuffle=True))),
-    default_sampler_in_order=dict(by_epoch=False, **_loader(sampler=_default(shuffle=False))),
+    default_sampler_by_iter=_loader(by_epoch=False, sampler=_default(shuffle=True)),
+    default_sampler_in_order=_loader(by_epoch=False, sampler=_default(shuffle=False)),
     default_sampler_uneven=_loader(
         sampler=_default(shuffle=True, round_up=False),
         drop_last=False,
         dataset=dict(type='NoisyDataset', indices=18),
     ),
-    infinite_in_order=dict(by_epoch=False, **_loader(sampler=_infinite(shuffle=False))),
-    random_sampler=_loader(sampler=dict(type='GlobalRandomSampler')),
-    random_sampler_by_iter=dict(
-        by_epoch=False, **_loader(sampler=dict(type='GlobalRandomSampler'))
-    ),
-    workers=dict(
-        **_loader(num_workers=2), val_dataloader__num_workers=1, train_cfg__val_interval=1
-    ),
-    workers_by_iter=dict(by_epoch=False, **_loader(num_workers=1)),
-    random_sampler_with_workers=dict(by_epoch=False, **_loader(num_workers=1, sampler=_RANDOM)),
-    persistent_workers=dict(**_loader(**_PERSISTENT), **_VALIDATES_WITH_WORKERS, **_EVERY_EPOCH),
-    persistent_workers_by_iter=dict(
-        by_epoch=False, **_loader(**_PERSISTENT, sampler=_default(shuffle=True))
+    infinite_in_order=_loader(by_epoch=False, sampler=dict(type='InfiniteSampler', shuffle=False)),
+    random_sampler=_loader(sampler=_RANDOM),
+    random_sampler_by_iter=_loader(by_epoch=False, sampler=_RANDOM),
+    workers=dict(_loader(num_workers=2), val_dataloader__num_workers=1, **_EVERY_EPOCH),
+    workers_by_iter=_loader(by_epoch=False, num_workers=1),
+    random_sampler_with_workers=_loader(by_epoch=False, num_workers=1, sampler=_RANDOM),
+    persistent_workers=dict(_loader(**_PERSISTENT), **_VALIDATES_WITH_WORKERS, **_EVERY_EPOCH),
+    persistent_workers_by_iter=_loader(
+        by_epoch=False, sampler=_default(shuffle=True), **_PERSISTENT
     ),
     intervals_of_validation=dict(
         train_cfg__dynamic_intervals=[(3, 1)], train_cfg__val_begin=2, by_epoch=True

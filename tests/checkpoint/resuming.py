@@ -24,6 +24,7 @@ from mmdevplug.hooks.preemption_hook import save_now
 from mmdevplug.runner import DeviceRunner
 from tests.checkpoint.test_round_trip import check_equal
 from tests.checkpoint.training import config
+from tests.jobs import note
 
 #: Iterations of a training, 5 of which are an epoch.
 LENGTH = 20
@@ -49,18 +50,11 @@ class Stop(Hook):
             raise SystemExit(0)
 
 
-class Notes(Hook):
-    """Notes which samples, rates and losses each iteration has had."""
-
-    priority = 'LOWEST'
-
-    def __init__(self):
-        self.seen = {}
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        samples = torch.as_tensor(data_batch['targets'])[:, 0].tolist()
-        losses = {name: value.item() for name, value in outputs.items()}
-        self.seen[runner.iter] = (batch_idx, samples, str(runner.optim_wrapper.get_lr()), losses)
+def _look(runner, batch_idx, data_batch, outputs):
+    """Which samples, rates and losses an iteration has had."""
+    samples = torch.as_tensor(data_batch['targets'])[:, 0].tolist()
+    losses = {name: value.item() for name, value in outputs.items()}
+    return runner.iter, (batch_idx, samples, str(runner.optim_wrapper.get_lr()), losses)
 
 
 @contextmanager
@@ -69,7 +63,7 @@ def quickly():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceRunner, '_log_env', lambda *_: None)
         patch.setattr(Config, 'pretty_text', property(repr))
-        patch.setattr(Visualizer, '_initialize_fig', _figure)
+        patch.setattr(Visualizer, '_initialize_fig', lambda *_: _one_figure())
         patch.setattr(base_dataset, 'gc', SimpleNamespace(collect=lambda: None))
         patch.setattr(loops, 'time', SimpleNamespace(sleep=lambda _: None))
         yield
@@ -81,10 +75,6 @@ _initialize_fig = Visualizer._initialize_fig
 @lru_cache(maxsize=None)
 def _one_figure():
     return _initialize_fig(None, dict(frameon=False))
-
-
-def _figure(visualizer, options):
-    return _one_figure()
 
 
 def tiny(work_dir, by_epoch=True, **changes):
@@ -106,15 +96,15 @@ def start(work_dir, options, resume=False, stop=None):
     """Train, as if in a separate process.
 
     Returns:
-        dict: What `Notes` has seen.
+        dict: What :func:`_look` has seen, by iteration.
     """
     cfg = tiny(work_dir, **options)
     # Its message hub, its logger: nothing is left of another run.
     cfg.update(experiment_name=f'run_{next(_numbers)}', resume=resume)
     if resume:
         cfg.pop('load_from', None)
-    runner, notes = RUNNERS.build(Config(cfg)), Notes()
-    runner.register_hook(notes)
+    runner = RUNNERS.build(Config(cfg))
+    seen = note(runner, 'after_train_iter', _look)
     if stop is not None:
         runner.register_hook(stop)
     try:
@@ -127,7 +117,7 @@ def start(work_dir, options, resume=False, stop=None):
             inner = getattr(iterator, '_inner', iterator)
             if hasattr(inner, '_shutdown_workers'):
                 inner._shutdown_workers()
-    return notes.seen
+    return dict(seen)
 
 
 def final_state(work_dir):

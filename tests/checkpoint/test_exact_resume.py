@@ -3,13 +3,11 @@
 import time
 
 import pytest
-from mmengine.hooks import Hook
-from mmengine.registry import HOOKS
 
 from tests.checkpoint import kept_cases  # noqa: F401  registers Keeps
 from tests.checkpoint.training import SAMPLES, build, train
 from tests.columns import NATIVE, job_of, lazy
-from tests.jobs import largest_difference, needs_scaler, note
+from tests.jobs import largest_difference, note
 from tests.ranks import RanksFailed, run_ranks
 
 EVERY_THIRD = dict(interval=3, by_epoch=False, save_best='auto', rule='less', max_keep_ckpts=2)
@@ -39,12 +37,18 @@ def _train(work_dir, options):
     return train(work_dir, **options)
 
 
-def interrupted(world_size, work_dir, die_at, options, rank=0):
-    """Train until a rank dies, then resume."""
-    dies = dict(options, custom_hooks=[EMA, dict(type='DieAt', iteration=die_at, rank=rank)])
+def train_until_death(world_size, work_dir, options, **hook):
+    """Train until a hook ends a rank."""
     with pytest.raises(RanksFailed):
-        on_ranks(world_size, work_dir, dies)
-    return on_ranks(world_size, work_dir, dict(options, resume=True))
+        on_ranks(world_size, work_dir, dict(options, custom_hooks=[EMA, hook]))
+
+
+def check_killed(world_size, folder, options, **hook):
+    """Compare a whole run with one that a hook ends and that is resumed."""
+    expected = on_ranks(world_size, folder / 'whole', options)
+    train_until_death(world_size, folder / 'killed', options, **hook)
+    found = on_ranks(world_size, folder / 'killed', dict(options, resume=True))
+    assert_equal_bits(expected, found)
 
 
 def assert_equal_bits(one, other):
@@ -65,8 +69,7 @@ def test_a_single_process(tmp_path, by_epoch, die_at, workers):
     options = dict(
         by_epoch=by_epoch, train_dataloader__num_workers=workers, checkpoint=EVERY_THIRD
     )
-    expected = on_ranks(0, tmp_path / 'whole', options)
-    assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', die_at, options))
+    check_killed(0, tmp_path, options, type='DieAt', iteration=die_at)
 
 
 # Of more than two, whose sums depend on the order of DDP's buckets.
@@ -76,10 +79,8 @@ def test_several_ranks(tmp_path, world_size, by_epoch):
     options = dict(by_epoch=by_epoch, checkpoint=EVERY_THIRD, **SEVERAL_BUCKETS)
     # Workers of each rank draw random numbers of their own.
     options['train_dataloader__num_workers'] = 1
-    expected = on_ranks(world_size, tmp_path / 'whole', options)
     # Since the last validation each rank has its own running statistics.
-    got = interrupted(world_size, tmp_path / 'killed', 10, options, rank=world_size - 1)
-    assert_equal_bits(expected, got)
+    check_killed(world_size, tmp_path, options, type='DieAt', iteration=10, rank=world_size - 1)
 
 
 @pytest.mark.parametrize('async_save', [False, True])
@@ -91,13 +92,7 @@ def test_between_epochs_with_validation_pending(tmp_path, async_save):
             dict(type='ReduceOnPlateauLR', monitor='loss_error', rule='less', patience=0)
         ],
     )
-    expected = on_ranks(0, tmp_path / 'whole', options)
-    work_dir = tmp_path / 'killed'
-    dies = dict(options, custom_hooks=[EMA, dict(type='DieBeforeVal', epoch=2)])
-    with pytest.raises(RanksFailed):
-        on_ranks(0, work_dir, dies)
-    got = on_ranks(0, work_dir, dict(options, resume=True))
-    assert_equal_bits(expected, got)
+    check_killed(0, tmp_path, options, type='DieBeforeVal', epoch=2)
 
 
 def test_a_seed_that_nobody_chose(tmp_path):
@@ -108,32 +103,6 @@ def test_a_seed_that_nobody_chose(tmp_path):
     (tmp_path / 'iter_24.pth').unlink()
     again = on_ranks(2, tmp_path, dict(options, resume=True))
     assert_equal_bits(first, again)
-
-
-def test_pytorchs_own_sampler(tmp_path):
-    """It shuffles by the generator that the model's dropout uses too."""
-    options = dict(
-        checkpoint=EVERY_THIRD, train_dataloader__sampler=dict(type='GlobalRandomSampler')
-    )
-    expected = on_ranks(0, tmp_path / 'whole', options)
-    assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', 20, options))
-
-
-def test_gradients_that_accumulate(tmp_path):
-    options = dict(
-        checkpoint=dict(interval=4, by_epoch=False),
-        optim_wrapper__accumulative_counts=2,
-        by_epoch=False,
-    )
-    expected = on_ranks(0, tmp_path / 'whole', options)
-    assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', 10, options))
-
-
-@needs_scaler
-def test_mixed_precision(tmp_path):
-    options = dict(checkpoint=EVERY_THIRD, by_epoch=False, **SCALED)
-    expected = on_ranks(0, tmp_path / 'whole', options)
-    assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', 10, options))
 
 
 @pytest.mark.parametrize(
@@ -151,9 +120,7 @@ def test_mixed_precision(tmp_path):
 )
 def test_an_eager_card(tmp_path, accelerator, world_size, more):
     options = dict(accelerator=accelerator, checkpoint=EVERY_THIRD, by_epoch=False, **more)
-    expected = on_ranks(world_size, tmp_path / 'whole', options)
-    got = interrupted(world_size, tmp_path / 'killed', 10, options)
-    assert_equal_bits(expected, got)
+    check_killed(world_size, tmp_path, options, type='DieAt', iteration=10)
 
 
 def seen_samples(work_dir, options):
@@ -168,27 +135,10 @@ def seen_samples(work_dir, options):
     return seen
 
 
-def cut_short(work_dir, options, iteration):
-    """What two ranks see in a whole run; one of them dies in another, in the folder."""
-    whole = run_ranks(seen_samples, 2, work_dir.with_name('whole'), options)
-    dies = dict(options, custom_hooks=[dict(type='DieAt', iteration=iteration)])
-    with pytest.raises(RanksFailed):
-        run_ranks(seen_samples, 2, work_dir, dies)
-    return whole
-
-
-def test_no_sample_twice_and_none_left_out(tmp_path):
-    options = dict(length=1, checkpoint=EVERY_THIRD)
-    whole = cut_short(tmp_path / 'killed', options, 4)
-    rest = run_ranks(seen_samples, 2, tmp_path / 'killed', dict(options, resume=True))
-    assert [batches[3:] for batches in whole] == rest
-    samples = [x for batches in whole for _, batch in batches for x in batch]
-    assert len(samples) == len(set(samples)) == SAMPLES // 8 * 8
-
-
 def test_other_world_sizes_go_on_after_the_same_samples(tmp_path):
     options = dict(length=1, checkpoint=dict(interval=2, by_epoch=False))
-    whole = cut_short(tmp_path / 'killed', options, 3)
+    whole = run_ranks(seen_samples, 2, tmp_path / 'whole', options)
+    train_until_death(2, tmp_path / 'killed', options, type='DieAt', iteration=3)
     (rest,) = run_ranks(seen_samples, 1, tmp_path / 'killed', dict(options, resume=True))
     # Two batches of each of two ranks are four of a single one.
     assert rest[0][0] == 4
@@ -198,40 +148,22 @@ def test_other_world_sizes_go_on_after_the_same_samples(tmp_path):
     assert len(before) + len(after) == SAMPLES
 
 
-@HOOKS.register_module(force=True)
-class CountCalls(Hook):
-    """Writes down validations and iterations."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def _write(self, what):
-        with open(self.path, 'a') as file:
-            file.write(what)
-
-    def before_val(self, runner):
-        self._write('v')
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        self._write('.')
+def calls_of(work_dir, options):
+    """Train; return the number of validations and of iterations, where it ended, and the log."""
+    runner = build(work_dir, **dict(options, log_level='INFO'))
+    validations = note(runner, 'before_val', lambda runner: runner.iter)
+    iterations = note(runner, 'after_train_iter', lambda runner, **_: runner.iter)
+    runner.train()
+    log = max(work_dir.glob('*/*.log'), key=lambda path: path.stat().st_mtime_ns)
+    return len(validations), len(iterations), runner.iter, log.read_text()
 
 
 def _finish_and_go_on(work_dir, options):
     """A whole run, the same resumed twice, and then a longer one."""
-    counts = work_dir.parent / 'counts'
-    options = dict(options, custom_hooks=[EMA, dict(type='CountCalls', path=str(counts))])
-    results = []
-
-    def run(**more):
-        counts.write_text('')
-        found = train(work_dir, **dict(options, log_level='INFO', **more))
-        log = max(work_dir.glob('*/*.log'), key=lambda path: path.stat().st_mtime_ns)
-        results.append((counts.read_text(), log.read_text(), found['iter']))
-
-    run()
+    results = [calls_of(work_dir, options)]
     for length in (options['length'], options['length'], 2 * options['length']):
         time.sleep(1.1)  # runs are distinguished by the second
-        run(resume=True, length=length)
+        results.append(calls_of(work_dir, dict(options, resume=True, length=length)))
     return results
 
 
@@ -242,32 +174,24 @@ def test_a_finished_run_is_not_validated_again(tmp_path, by_epoch):
         length=2 if by_epoch else 6,
         checkpoint=dict(interval=1 if by_epoch else 3, by_epoch=by_epoch),
     )
-    found = run_ranks(_finish_and_go_on, 0, tmp_path / 'work', options)[0]
-    (first, _, iterations), *again, (longer, log, total) = found
-    assert 'v' in first
-    for calls, log_again, done in again:
-        assert calls == ''
+    (found,) = run_ranks(_finish_and_go_on, 0, tmp_path, options)
+    (validations, _, end, _), *again, (_, iterations, longer_end, log) = found
+    assert validations
+    for *numbers, log_again in again:
+        assert numbers == [0, 0, end]
         assert 'This run was already finished' in log_again
-        assert done == iterations
-    assert longer.count('.') == iterations
-    assert total == 2 * iterations
+    assert iterations == end
+    assert longer_end == 2 * end
     assert 'already finished' not in log
 
 
 def test_the_last_validation_of_a_killed_run_is_done_after_resuming(tmp_path):
     """Also where an earlier run of the same length has finished in that folder."""
-    counts = tmp_path / 'counts'
     options = dict(length=2, train_cfg__val_interval=3)  # MMEngine validates at the end, too
-    counted = dict(type='CountCalls', path=str(counts))
-    on_ranks(0, tmp_path / 'work', options)
-    dies = dict(options, custom_hooks=[EMA, dict(type='DieBeforeVal', epoch=2)])
-    with pytest.raises(RanksFailed):
-        on_ranks(0, tmp_path / 'work', dies)
-    for expected in ('v', ''):
-        counts.write_text('')
-        resumed = dict(options, custom_hooks=[EMA, counted], resume=True, log_level='INFO')
-        on_ranks(0, tmp_path / 'work', resumed)
-        assert counts.read_text() == expected
-        logs = ''.join(path.read_text() for path in (tmp_path / 'work').glob('*/*.log'))
+    on_ranks(0, tmp_path, options)
+    train_until_death(0, tmp_path, options, type='DieBeforeVal', epoch=2)
+    for expected in (1, 0):
+        ((validations, _, _, log),) = run_ranks(calls_of, 0, tmp_path, dict(options, resume=True))
+        assert validations == expected
         said = 'saved before the validation that followed, and has no results of it'
-        assert said in logs or not expected
+        assert said in log or not expected

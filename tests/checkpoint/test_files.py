@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -33,12 +32,11 @@ from mmdevplug.checkpoint.writing import (
     write_checkpoint,
     write_text,
 )
-from mmdevplug.errors import CheckpointError, DevPlugError
+from mmdevplug.errors import CheckpointError
 from mmdevplug.utils import atomic_files
-from tests.jobs import PATHS, load_file, torch_before
-
-#: Of a process that starts afresh.
-LEAN_ENV = dict(os.environ, PYTHONPATH=PATHS)
+from tests.checkpoint.test_malicious import Calls
+from tests.commands import environment, run
+from tests.jobs import load_file, torch_before
 
 
 def save(path, number=0, age=0, meta=None):
@@ -110,51 +108,41 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch, what):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MB."""
-    folder = tmp_path / 'disk'
-    folder.mkdir()
-    mounted = subprocess.run(
-        ['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(folder)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip(f'mounting a small file system needs root: {mounted.stderr.decode().strip()}')
-    yield folder
-    subprocess.run(['umount', '-l', str(folder)], check=True)
+def mount(tmp_path):
+    """``mount(*words)``: mount something in the place of the test's folder, which needs root."""
+
+    def call(*words):
+        done = subprocess.run(['mount', *words, str(tmp_path)], capture_output=True)
+        if done.returncode:
+            pytest.skip(f'mounting needs root: {done.stderr.decode().strip()}')
+
+    yield call
+    subprocess.run(['umount', '-l', str(tmp_path)], capture_output=True)
 
 
-def test_a_full_disk(small_disk):
-    path = small_disk / 'a.pth'
+def test_a_full_disk(tmp_path, mount):
+    mount('-t', 'tmpfs', '-o', 'size=1m', 'tmpfs')
+    path = tmp_path / 'a.pth'
     save(path, 1)
     with pytest.raises(CheckpointError) as raised:
         write_checkpoint(dict(w=torch.rand(1_000_000)), str(path))
     assert str(path) in str(raised.value)
     assert re.search(r'\d (bytes|KiB) are free there', str(raised.value))
     assert '--work-dir' in str(raised.value)
-    assert os.listdir(small_disk) == ['a.pth']
+    assert os.listdir(tmp_path) == ['a.pth']
     assert read_checkpoint(str(path))['meta']['iter'] == 1
 
 
-@pytest.fixture
-def read_only(tmp_path):
-    """A folder that not even root can write to, with a checkpoint in it."""
-    folder = tmp_path / 'folder'
-    folder.mkdir()
-    save(folder / 'a.pth', 1)
-    bound = subprocess.run(['mount', '--bind', folder, folder], capture_output=True)
-    if bound.returncode:
-        pytest.skip(f'mounting read-only needs root: {bound.stderr.decode().strip()}')
-    subprocess.run(['mount', '-o', 'remount,ro,bind', folder], check=True)
-    yield folder
-    subprocess.run(['umount', '-l', str(folder)], check=True)
-
-
-def test_a_read_only_folder(read_only):
+def test_a_read_only_folder(tmp_path, mount):
+    path = tmp_path / 'a.pth'
+    save(path, 1)
+    mount('--bind', str(tmp_path))
+    mount('-o', 'remount,ro,bind')
     with pytest.raises(CheckpointError, match=r'Read-only file system|cannot be opened'):
-        save(read_only / 'a.pth', 2)
-    assert read_checkpoint(str(read_only / 'a.pth'))['meta']['iter'] == 1
+        save(path, 2)
+    assert read_checkpoint(str(path))['meta']['iter'] == 1
     with pytest.raises(CheckpointError, match='cannot make the folder'):
-        save(read_only / 'deeper' / 'a.pth', 2)
+        save(tmp_path / 'deeper' / 'a.pth', 2)
 
 
 def test_a_killed_writer_leaves_the_old_file_and_one_to_remove(tmp_path):
@@ -168,11 +156,10 @@ def test_a_killed_writer_leaves_the_old_file_and_one_to_remove(tmp_path):
         'atomic_files._flush = flush\n'
         f'writing.write_checkpoint(dict(meta=dict(iter=2)), {str(path)!r})'
     )
-    process = subprocess.Popen(
-        [sys.executable, '-c', script], env=LEAN_ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, '-c', script], env=environment(), **pipes)
     assert process.stdout.readline() == b'written\n'
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     names = sorted(os.listdir(tmp_path))
     assert len(names) == 2
@@ -223,22 +210,15 @@ def test_all_damaged(tmp_path):
         find_good_checkpoint(tmp_path)
 
 
-def test_no_pointer_an_empty_one_and_one_to_nowhere(tmp_path):
+def test_the_pointer_decides_before_the_date_if_it_leads_somewhere(tmp_path):
     paths = three(tmp_path)
-    pointer = tmp_path / 'last_checkpoint'
-    for text in (None, '', 'elsewhere/iter_9.pth', '\x00\x01'):
-        pointer.unlink()
-        if text is not None:
-            pointer.write_text(text)
-        assert find_good_checkpoint(tmp_path) == paths[2], text
-        write_text(paths[2], tmp_path / POINTER)
     assert read_pointer(tmp_path) == paths[2]
-
-
-def test_the_pointer_decides_before_the_date(tmp_path):
-    paths = three(tmp_path)
-    write_text(paths[0], tmp_path / POINTER)
-    assert find_good_checkpoint(tmp_path) == paths[0]
+    for text in ('', 'elsewhere/iter_9.pth', '\x00\x01', paths[0]):
+        (tmp_path / 'last_checkpoint').write_text(text)
+        expected = paths[0] if text == paths[0] else paths[2]
+        assert find_good_checkpoint(tmp_path) == expected, text
+    (tmp_path / 'last_checkpoint').unlink()
+    assert find_good_checkpoint(tmp_path) == paths[2]
 
 
 def test_a_folder_that_was_moved(tmp_path):
@@ -276,47 +256,17 @@ def of_job(folder, job, number, age):
     return save(folder / f'iter_{number}.pth', number, age=age, meta=meta)
 
 
-class Opens:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), 'w')
-
-
 def test_whose_a_checkpoint_is_is_read_without_running_code(tmp_path):
     ran = tmp_path / 'ran'
-    path = save(tmp_path / 'a.pth', 1, meta=dict(job='mine', iter=3, other=Opens(ran)))
+    opens = Calls(open, str(ran), 'w')
+    path = save(tmp_path / 'a.pth', 1, meta=dict(job='mine', iter=3, other=opens))
     assert origin_of(path) == ('mine', 3)
     assert not ran.exists()
-    for index, meta in enumerate([dict(job=Opens(ran), iter=3), dict(iter='3'), [1], Opens(ran)]):
+    for index, meta in enumerate([dict(job=opens, iter=3), dict(iter='3'), [1], opens]):
         assert origin_of(save(tmp_path / f'{index}.pth', 1, meta=meta)) == (None, -1)
     (tmp_path / 'b.pth').write_text('')
     assert origin_of(tmp_path / 'b.pth') == (None, -1)
     assert not ran.exists()
-
-
-# reading ----------------------------------------------------------------------------------------
-
-
-NEEDS_SAFE_LOADING = pytest.mark.skipif(
-    torch_before('2.6.0'), reason='PyTorch before 2.6 loads checkpoints as MMEngine does'
-)
-
-
-class Surprise:
-    def __reduce__(self):
-        return os.mkdir, (os.environ['SURPRISE'],)
-
-
-@NEEDS_SAFE_LOADING
-def test_a_class_that_is_not_allowed_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv('SURPRISE', str(tmp_path / 'made'))
-    path = tmp_path / 'a.pth'
-    torch.save(dict(meta=Surprise()), path)
-    with pytest.raises(DevPlugError, match='mkdir'):
-        read_checkpoint(str(path))
-    assert not (tmp_path / 'made').exists()
 
 
 # copying ----------------------------------------------------------------------------------------
@@ -326,7 +276,9 @@ class Noted:
     """Some object that a hook puts into the message hub."""
 
 
-@NEEDS_SAFE_LOADING
+@pytest.mark.skipif(
+    torch_before('2.6.0'), reason='PyTorch before 2.6 loads checkpoints as MMEngine does'
+)
 @pytest.mark.parametrize(
     ('value', 'name'),
     [
@@ -418,30 +370,18 @@ def test_errors_of_the_background_are_raised_once():
         background.start(lambda: None)
 
 
-def test_the_interpreter_waits_for_the_background(tmp_path):
-    script = (
-        'import pathlib, time\n'
-        'from mmdevplug.checkpoint.saving import BackgroundWriter\n'
-        f'path = pathlib.Path({str(tmp_path / "written")!r})\n'
-        'BackgroundWriter().start(lambda: (time.sleep(0.5), path.touch()))\n'
-        'raise SystemExit("training failed")'
-    )
-    command = [sys.executable, '-c', script]
-    assert subprocess.run(command, env=LEAN_ENV, capture_output=True).returncode == 1
-    assert (tmp_path / 'written').exists()
-
-
 def test_the_interpreter_waits_for_the_background_before_exit_handlers():
     """The other ranks take a rank for dead whose watch has stopped."""
     script = (
         'import atexit, time\n'
         'from mmdevplug.checkpoint.saving import BackgroundWriter\n'
         'atexit.register(print, "exit handler", flush=True)\n'
-        'BackgroundWriter().start(lambda: (time.sleep(0.5), print("written", flush=True)))'
+        'BackgroundWriter().start(lambda: (time.sleep(0.5), print("written", flush=True)))\n'
+        'raise SystemExit("training failed")'
     )
-    command = [sys.executable, '-c', script]
-    printed = subprocess.run(command, env=LEAN_ENV, stdout=subprocess.PIPE, check=True)
-    assert printed.stdout.split(b'\n')[:2] == [b'written', b'exit handler']
+    done = run(sys.executable, '-c', script)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[:2] == ['written', 'exit handler']
 
 
 def test_one_after_the_other():

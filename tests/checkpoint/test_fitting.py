@@ -16,7 +16,7 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.load_weights import load_weights
 from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
 from mmdevplug.utils.model import unwrap_model
-from tests.checkpoint.training import build, config
+from tests.checkpoint.training import TESTED, build, config
 from tests.jobs import messages_of, note
 from tests.ranks import run_ranks
 
@@ -25,9 +25,27 @@ def small():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def load(state_dict, model=None, **options):
-    options = dict(dict(strict=False, revise_keys=[('^module.', '')]), **options)
+def load(state_dict, model=None, strict=False, **options):
+    options.update(strict=strict, revise_keys=[('^module.', '')])
     return load_model(model or small(), dict(state_dict=state_dict), 'some.pth', **options)
+
+
+def renamed(state_dict, start):
+    """Weights, each with a beginning of its name."""
+    return {f'{start}{name}': value for name, value in state_dict.items()}
+
+
+class Wraps(nn.Module):
+    """A wrapper that MMEngine does not know as one."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = small()
+
+
+@MODEL_WRAPPERS.register_module(force=True)
+class KnownWrapper(Wraps):
+    pass
 
 
 class Renames(nn.Linear):
@@ -41,7 +59,7 @@ class Renames(nn.Linear):
 
 def test_all_of_a_model_is_loaded_without_a_word():
     source, model = small(), small()
-    weights = {f'module.{name}': value for name, value in source.state_dict().items()}
+    weights = renamed(source.state_dict(), 'module.')
     del weights['module.1.num_batches_tracked']
     assert load(weights, model) is None
     assert torch.equal(model[2].weight, source[2].weight)
@@ -50,8 +68,8 @@ def test_all_of_a_model_is_loaded_without_a_word():
 
 def test_names_of_wrappers_inside_of_a_model_are_read_and_compared():
     """As MMSeparateDistributedDataParallel saves them."""
-    source, model = small(), nn.ModuleDict(dict(part=MMDataParallelOfOne(small())))
-    weights = {f'part.module.{name}': value for name, value in source.state_dict().items()}
+    source, model = small(), nn.ModuleDict(dict(part=KnownWrapper()))
+    weights = renamed(source.state_dict(), 'part.module.')
     assert load(weights, model, resuming=True) is None
     assert torch.equal(model['part'].module[2].weight, source[2].weight)
     assert load({k.replace('module.', ''): v for k, v in weights.items()}, model) is None
@@ -60,25 +78,10 @@ def test_names_of_wrappers_inside_of_a_model_are_read_and_compared():
         load(weights, model, resuming=True)
 
 
-@MODEL_WRAPPERS.register_module(force=True)
-class MMDataParallelOfOne(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
-class Wraps(nn.Module):
-    """A wrapper that MMEngine does not know as one."""
-
-    def __init__(self):
-        super().__init__()
-        self.module = small()
-
-
 @pytest.mark.parametrize('start', ['', 'module.'])
 def test_weights_reach_what_an_unknown_wrapper_holds(start):
     source, model = small(), Wraps()
-    weights = {f'{start}{name}': value for name, value in source.state_dict().items()}
+    weights = renamed(source.state_dict(), start)
     assert load(weights, model) is None
     assert torch.equal(model.module[2].weight, source[2].weight)
     with pytest.raises(CheckpointError, match='no key of checkpoint some.pth fits the model'):
@@ -86,31 +89,35 @@ def test_weights_reach_what_an_unknown_wrapper_holds(start):
 
 
 @pytest.mark.parametrize(
-    ('change', 'said'),
+    ('name', 'value', 'said'),
     [
         (
-            dict(missing='2.bias'),
+            '2.bias',
+            None,
             '7 of 8 names of the model loaded, 1 missing in the checkpoint (2.bias). ',
         ),
-        (dict(extra='3.bias'), '8 of 8 names of the model loaded, 1 unexpected in it (3.bias).'),
         (
-            dict(other='2.weight'),
+            '3.bias',
+            torch.ones(2),
+            '8 of 8 names of the model loaded, 1 unexpected in it (3.bias).',
+        ),
+        (
+            '2.weight',
+            torch.ones(5, 4),
             '1 of other shapes (2.weight: (5, 4) in the checkpoint, (2, 4) in the model)',
         ),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else '',
+    ids=['missing', 'extra', 'other'],
 )
-def test_what_fits_in_part_is_named_with_counts(change, said):
+def test_what_fits_in_part_is_named_with_counts(name, value, said):
     weights = small().state_dict()
-    weights.pop(change.get('missing'), None)
-    if 'extra' in change:
-        weights[change['extra']] = torch.ones(2)
-    if 'other' in change:
-        weights[change['other']] = torch.ones(5, 4)
+    weights[name] = value
+    if value is None:
+        del weights[name]
     assert said in load(weights)
     with pytest.raises(CheckpointError, match='Expected all of it: strict=True'):
         load(weights, strict=True)
-    if 'extra' in change:
+    if name == '3.bias':
         assert load(weights, resuming=True)
     else:
         with pytest.raises(CheckpointError, match='Cannot resume: .*load_from=some.pth'):
@@ -133,7 +140,7 @@ def test_what_is_not_trained_may_be_missing_when_a_run_is_resumed():
         ),
         ({}, 'The checkpoint has 0: none'),
         (dict(model=dict(small().state_dict())), 'It holds more under model: save the weights'),
-        ({f'backbone.{k}': v for k, v in small().state_dict().items()}, "prefix='backbone.'"),
+        (renamed(small().state_dict(), 'backbone.'), "prefix='backbone.'"),
         (dict(nn.Linear(9, 9).state_dict()), 'by model.0.init_cfg='),
         (
             {name: torch.ones(9, 9) for name in small().state_dict()},
@@ -199,38 +206,26 @@ FILES = dict(
 
 def on_one_runner(folder):
     """What a test, a training with load_from and one with resume say of each file."""
-    said = {}
+    cases = [(f'{name}.pth', how) for name in FILES for how in ('test', 'load_from', 'resume')]
     for name, (content, _) in FILES.items():
-        path = folder / f'{name}.pth'
-        path.write_bytes(content)
-        for how in ('test', 'load_from', 'resume'):
-            runner = build(folder / 'work', load_from=str(path), resume=how == 'resume', **TESTED)
-            with pytest.raises(CheckpointError) as refused:
-                runner.test() if how == 'test' else runner.train()
-            said[name, how] = str(refused.value)
-    for how in ('missing.pth', ''):
-        runner = build(folder / 'work', load_from=str(folder / how), **TESTED)
+        (folder / f'{name}.pth').write_bytes(content)
+    said = {}
+    for name, how in [*cases, ('missing.pth', 'test'), ('', 'test')]:
+        path = str(folder / name)
+        runner = build(folder / 'work', load_from=path, resume=how == 'resume', **TESTED)
         with pytest.raises(CheckpointError) as refused:
-            runner.test()
-        said[how] = str(refused.value)
+            runner.test() if how == 'test' else runner.train()
+        said[name, how] = str(refused.value)
     return said
-
-
-TESTED = dict(
-    test_dataloader=config('')['val_dataloader'],
-    test_evaluator=dict(type='MeanError'),
-    test_cfg=dict(),
-    custom_hooks=[],
-)
 
 
 def test_files_that_are_no_checkpoint_are_named_in_one_line(tmp_path):
     (said,) = run_ranks(on_one_runner, 0, tmp_path)
-    assert 'can not be found' in said.pop('missing.pth')
-    assert 'is a directory' in said.pop('')
+    assert 'can not be found' in said.pop(('missing.pth', 'test'))
+    assert 'is a directory' in said.pop(('', 'test'))
     for (name, how), text in said.items():
-        assert FILES[name][1] in text or 'damaged' in text, (name, how)
-        assert str(tmp_path / f'{name}.pth') in text
+        assert FILES[Path(name).stem][1] in text or 'damaged' in text, (name, how)
+        assert str(tmp_path / name) in text
         assert len(text.splitlines()) == 1
 
 
@@ -244,26 +239,16 @@ def results_of_part(folder):
     torch.save(dict(state_dict=weights, meta=meta, message_hub=hub), folder / 'part.pth')
     torch.save(dict(state_dict=dict(a=torch.ones(1)), meta={}), folder / 'other.pth')
     found = {}
-    for how in ('test', 'val', 'resume', 'resume other'):
-        cfg = dict(config(folder, load_from=str(folder / 'part.pth'), **TESTED))
-        if how.startswith('resume'):
-            cfg['resume'] = True
-        if how == 'resume other':
-            cfg['load_from'] = str(folder / 'other.pth')
-        cfg['experiment_name'] = how
-        runner = build(**dict(_only(cfg)))
+    for how, name in (('test', 'part'), ('val', 'part'), ('train', 'part'), ('train', 'other')):
+        options = dict(experiment_name=f'{how} {name}', resume=how == 'train', **TESTED)
+        runner = build(folder, load_from=str(folder / f'{name}.pth'), **options)
         with messages_of(MMLogger.get_current_instance()) as lines:
             try:
-                getattr(runner, how if how in ('test', 'val') else 'train')()
+                getattr(runner, how)()
             except CheckpointError as error:
                 lines.append(f'{error}')
-        found[how] = lines
+        found[how, name] = lines
     return found
-
-
-def _only(cfg):
-    known = dict(TESTED, load_from=None, resume=None, experiment_name=None)
-    return {'work_dir': cfg['work_dir'], **{key: cfg[key] for key in known if key in cfg}}
 
 
 def first_bias(runner):
@@ -274,11 +259,10 @@ def test_what_fits_in_part_is_said(tmp_path):
     (found,) = run_ranks(results_of_part, 0, tmp_path)
     text = '1 missing in the checkpoint (net.6.bias)'
     for how in ('test', 'val'):
-        saying = [line for line in found[how] if text in line]
-        assert len(saying) == 1, found[how]
-    assert found['resume'][-1].startswith('Cannot resume: Checkpoint ')
-    assert text in found['resume'][-1]
-    assert 'no key of checkpoint' in found['resume other'][-1]
+        assert [text in line for line in found[how, 'part']].count(True) == 1, found
+    assert found['train', 'part'][-1].startswith('Cannot resume: Checkpoint ')
+    assert text in found['train', 'part'][-1]
+    assert 'no key of checkpoint' in found['train', 'other'][-1]
 
 
 def begin_with_load_from(folder):

@@ -4,9 +4,15 @@ import os
 
 import pytest
 import torch
+from mmengine.config import Config
+from mmengine.config.lazy import LazyObject
+from mmengine.logging import HistoryBuffer
+from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
+from mmengine.utils import get_object_from_string
 
 from mmdevplug.checkpoint.reading import read_checkpoint
-from tests.checkpoint.training import build, config, train
+from mmdevplug.errors import CheckpointError
+from tests.checkpoint.training import TESTED, build, train
 from tests.jobs import torch_before
 from tests.ranks import errors_of_ranks
 
@@ -15,12 +21,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class MakesAFolder:
-    def __init__(self, folder):
-        self.folder = str(folder)
+class Calls:
+    """Pickled as a call."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
 
     def __reduce__(self):
-        return os.mkdir, (self.folder,)
+        return self.call
 
 
 def resume(work_dir, path):
@@ -42,16 +50,11 @@ def initialize(work_dir, path):
     train(work_dir, model=dict(type='NoisyModel', init_cfg=weights))
 
 
-def test_it(work_dir, path):
-    cfg = dict(load_from=path, test_cfg={}, test_dataloader={}, test_evaluator={})
-    found = config(work_dir)
-    for name in ('dataloader', 'evaluator'):
-        cfg[f'test_{name}'] = found[f'val_{name}']
-    build(work_dir, **cfg).test()
+def run_test(work_dir, path):
+    build(work_dir, load_from=path, **TESTED).test()
 
 
-test_it.__test__ = False
-WAYS = [resume, resume_the_newest, load, initialize, test_it]
+WAYS = [resume, resume_the_newest, load, initialize, run_test]
 
 
 # PyTorch's own switch for what is unsafe makes no difference.
@@ -63,7 +66,8 @@ WAYS = [resume, resume_the_newest, load, initialize, test_it]
 def test_refused(tmp_path, way, switch):
     folder = tmp_path / 'made by the checkpoint'
     path = tmp_path / 'malicious.pth'
-    torch.save(dict(state_dict={}, meta=dict(epoch=1, iter=3), payload=MakesAFolder(folder)), path)
+    payload = Calls(os.mkdir, str(folder))
+    torch.save(dict(state_dict={}, meta=dict(epoch=1, iter=3), payload=payload), path)
     environ = dict(TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=switch)
     errors = errors_of_ranks(way, 0, tmp_path / 'work', str(path), environ=environ)
     kind, message = errors[0]
@@ -73,63 +77,36 @@ def test_refused(tmp_path, way, switch):
     assert not folder.exists()
 
 
-class _Calls:
-    """Pickled as a call."""
-
-    def __init__(self, function, *args):
-        self.call = function, args
-
-    def __reduce__(self):
-        return self.call
-
-
-class _Named:
+class _Named(Calls):
     """Pickled as a name, of a module's member or a member's member."""
 
     def __init__(self, owner, name):
-        self.owner, self.name = owner, name
-
-    def __reduce__(self):
-        return getattr, (self.owner, self.name)
+        super().__init__(getattr, owner, name)
 
     def __call__(self):
         """Pickle asks that what is called looks as if it could be."""
 
 
-def _payloads():
-    """Ways to make more of what a checkpoint may name."""
-    from mmengine.config import Config
-    from mmengine.config.lazy import LazyObject
-    from mmengine.logging import HistoryBuffer
-    from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
-    from mmengine.utils import get_object_from_string
-
-    return dict(
-        calls_scheduler=_Calls(OneCycleParamScheduler, None, 'lr', 1.0, 5),
-        other_method=_Named(OneCycleParamScheduler, '__init__'),
-        globals_of_method=_Named(_Named(OneCycleParamScheduler, '_annealing_cos'), '__globals__'),
-        of_buffer=_Named(HistoryBuffer, '__reduce__'),
-        registers=_Calls(_Named(HistoryBuffer, 'register_statistics'), print),
-        of_module=_Named(_Calls(__import__, 'os'), 'mkdir'),
-        of_list=_Named(list, 'append'),
-        imports=_Calls(get_object_from_string, 'os.mkdir'),
-        lazy=_Calls(LazyObject, 'os'),
-        config=_Calls(Config, dict(a=1)),
-        evaluates=_Calls(eval, '1'),
-        opens=_Calls(open, os.devnull),
-    )
+#: Ways to make more of what a checkpoint may name.
+PAYLOADS = dict(
+    calls_scheduler=Calls(OneCycleParamScheduler, None, 'lr', 1.0, 5),
+    other_method=_Named(OneCycleParamScheduler, '__init__'),
+    globals_of_method=_Named(_Named(OneCycleParamScheduler, '_annealing_cos'), '__globals__'),
+    of_buffer=_Named(HistoryBuffer, '__reduce__'),
+    registers=Calls(_Named(HistoryBuffer, 'register_statistics'), print),
+    of_module=_Named(Calls(__import__, 'os'), 'mkdir'),
+    of_list=_Named(list, 'append'),
+    imports=Calls(get_object_from_string, 'os.mkdir'),
+    lazy=Calls(LazyObject, 'os'),
+    config=Calls(Config, dict(a=1)),
+    evaluates=Calls(eval, '1'),
+    opens=Calls(open, os.devnull),
+)
 
 
-def test_what_mmengines_own_names_cannot_be_used_for(tmp_path):
-    from mmdevplug.errors import CheckpointError
-
-    taken = []
-    for name, payload in _payloads().items():
-        path = str(tmp_path / f'{name}.pth')
-        torch.save(dict(state_dict={}, payload=payload), path)
-        try:
-            read_checkpoint(path)
-        except CheckpointError:
-            continue
-        taken.append(name)
-    assert not taken
+@pytest.mark.parametrize('name', PAYLOADS)
+def test_what_mmengines_own_names_cannot_be_used_for(tmp_path, name):
+    path = str(tmp_path / 'a.pth')
+    torch.save(dict(state_dict={}, payload=PAYLOADS[name]), path)
+    with pytest.raises(CheckpointError):
+        read_checkpoint(path)

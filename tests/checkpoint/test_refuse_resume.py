@@ -8,7 +8,7 @@ from mmengine.registry import HOOKS
 from mmdevplug.checkpoint.load_model import check_names
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.errors import CheckpointError
-from tests.checkpoint.changed_settings import STEPS, Case, plan, resumed, run
+from tests.checkpoint.changed_settings import STEPS, Case, interrupt, plan, resumed, run
 
 BASE = plan(STEPS)
 EMA = [dict(type='EMAHook', momentum=0.1)]
@@ -20,34 +20,31 @@ def best(tmp_path_factory):
     found = {}
     for whole in (False, True):
         work_dir = tmp_path_factory.mktemp('best')
-        checkpoint = dict(interval=2, save_best='loss_error', rule='greater')
-        checkpoint.update(resumable_best=whole)
-        found[whole] = run(work_dir, dict(BASE, checkpoint=checkpoint, validates=True))[0]
+        checkpoint = dict(interval=2, save_best='loss_error', rule='greater', resumable_best=whole)
+        found[whole], _ = run(work_dir, dict(BASE, checkpoint=checkpoint), validates=True)
         (found[whole, 'path'],) = work_dir.glob('best_*.pth')
     return found
 
 
-REFUSED = dict(
-    optimizer=(
-        plan(STEPS, kind='AdamW'),
-        'the state of SGD, and the config has optim_wrapper.optimizer AdamW',
-    ),
-    groups=(
-        plan(STEPS, wrapper=dict(paramwise_cfg=dict(custom_keys={'net.0': dict(lr_mult=0.1)}))),
-        r'1 group\(s\) of 8 parameter\(s\) of the optimizer SGD, and the config has 8 group\(s\)',
-    ),
-)
-
-
 @pytest.mark.parametrize('kinds', [True, False], ids=['ours', 'mmengines'])
-@pytest.mark.parametrize('name', REFUSED)
-def test_other_optimizers_are_refused(name, kinds):
-    config, said = REFUSED[name]
+@pytest.mark.parametrize(
+    ('changes', 'said'),
+    [
+        (dict(kind='AdamW'), 'the state of SGD, and the config has optim_wrapper.optimizer AdamW'),
+        (
+            dict(wrapper=dict(paramwise_cfg=dict(custom_keys={'net.0': dict(lr_mult=0.1)}))),
+            r'1 group\(s\) of 8 parameter\(s\) of the optimizer SGD, and the config '
+            r'has 8 group\(s\)',
+        ),
+    ],
+    ids=['optimizer', 'groups'],
+)
+def test_other_optimizers_are_refused(changes, said, kinds):
     if not kinds:
         said = said.replace('SGD, and the config has optim', 'an optimizer with no state, .*optim')
     for choice in ('checkpoint', 'config'):
         with pytest.raises(CheckpointError, match=said) as failed:
-            resumed(Case(BASE, config, []), choice, kinds)
+            resumed(Case(BASE, plan(STEPS, **changes), []), choice, kinds)
         assert '--cfg-options load_from=' in str(failed.value)
 
 
@@ -67,13 +64,10 @@ def test_an_optimizer_with_the_same_settings_is_another():
 @pytest.fixture(scope='module')
 def interrupted(tmp_path_factory):
     """The checkpoint of an interrupted training, by whether it has averages."""
-    found = {}
-    for averaged in (False, True):
-        work_dir = tmp_path_factory.mktemp('before')
-        run(work_dir, dict(BASE, custom_hooks=EMA if averaged else []), stop=8)
-        path = next(work_dir.glob('interrupted*.pth'))
-        found[averaged] = path.rename(work_dir / 'kept.pth')
-    return found
+    return {
+        bool(hooks): interrupt(tmp_path_factory.mktemp('before'), dict(BASE, custom_hooks=hooks))
+        for hooks in ([], EMA)
+    }
 
 
 def test_a_model_of_other_widths_is_refused(interrupted, tmp_path):
@@ -105,7 +99,7 @@ def test_nothing_complete_is_left(best, tmp_path):
 def test_a_best_checkpoint_can_be_resumed_if_asked_for(best, tmp_path):
     path = best[True, 'path']
     assert 'epoch_4' not in path.name
-    found, said = run(tmp_path, dict(BASE, validates=True), path)
+    found, said = run(tmp_path, BASE, path, validates=True)
     assert found
     assert not said
     assert found == {number: best[True][number] for number in found}
@@ -140,8 +134,7 @@ def test_without_scaling_a_batch_changes_no_rate(best, tmp_path):
 
 def test_gradients_that_were_not_saved_are_named(tmp_path):
     options = plan(STEPS, wrapper=dict(accumulative_counts=2))
-    run(tmp_path / 'before', options, stop=7)
-    path = next((tmp_path / 'before').glob('interrupted*.pth'))
+    path = interrupt(tmp_path / 'before', options, stop=7)
     (said,) = run(tmp_path / 'after', options, path)[1]
     assert 'accumulative_counts=2, and gradients of 1 iteration(s) were not saved' in said
 

@@ -13,6 +13,7 @@ from tests.checkpoint.changed_settings import (
     TWO,
     Simulated,
     changed_two,
+    interrupt,
     plan,
     resumed,
     run,
@@ -24,6 +25,13 @@ def check(found, whole, stop):
     """Compare with a training that had this config from the beginning, bit for bit."""
     assert found == {number: whole[number] for number in found}
     assert sorted(found) == list(range(stop, max(whole) + 1))
+
+
+def check_case(case, choice, config):
+    """Resume with a choice; the settings are those of a config, and the warning says so."""
+    found, said = resumed(case, choice)
+    check(found, trained(config), case.stop)
+    assert all(each in said for each in case.said)
 
 
 # in simulated trainings -------------------------------------------------------------------------
@@ -47,18 +55,13 @@ def test_either_choice(name, kinds):
 @pytest.mark.parametrize('choice', ['checkpoint', 'config'])
 @pytest.mark.parametrize('name', LONGER)
 def test_defaults_follow_a_longer_run(name, choice):
-    case = LONGER[name]
-    found, said = resumed(case, choice)
-    check(found, trained(case.kept), case.stop)
-    assert all(each in said for each in case.said)
+    check_case(LONGER[name], choice, LONGER[name].kept)
 
 
 @pytest.mark.parametrize('name', LONGER_AND_OTHER)
 def test_a_longer_run_with_the_settings_of_the_checkpoint(name):
     case = LONGER_AND_OTHER[name]
-    found, said = resumed(case, 'checkpoint')
-    check(found, trained(case.kept), case.stop)
-    assert all(each in said for each in case.said)
+    check_case(case, 'checkpoint', case.kept)
     check(resumed(case, 'config')[0], trained(case.after), case.stop)
 
 
@@ -67,9 +70,7 @@ def test_other_schedulers_are_refused_or_the_configs_taken(name):
     case = OTHER_SCHEDULES[name]
     with pytest.raises(CheckpointError, match='--resume-settings config'):
         resumed(case, 'checkpoint')
-    found, said = resumed(case, 'config')
-    check(found, trained(case.after), case.stop)
-    assert all(each in said for each in case.said)
+    check_case(case, 'config', case.after)
 
 
 @pytest.mark.parametrize('choice', ['checkpoint', 'config'])
@@ -118,18 +119,12 @@ def test_what_a_metric_has_done_stays_or_the_resumption_is_refused():
 # in real ones -----------------------------------------------------------------------------------
 
 
-def interrupted(work_dir, options):
-    """The checkpoint of a training that was interrupted after iteration 8; an epoch has 5."""
-    run(work_dir, options, stop=8)
-    return next(work_dir.glob('interrupted*.pth')).rename(work_dir / 'kept.pth')
-
-
 @pytest.mark.parametrize('choice', ['checkpoint', 'config'])
 def test_training_goes_on_with_the_settings_that_are_taken(tmp_path, choice):
     """Two optimizers with schedules of their own."""
     changes = {'optim_wrapper.second.optimizer.lr': 0.03, 'param_scheduler.first.0.gamma': 0.7}
     after = changed_two(**changes)
-    path = interrupted(tmp_path / 'before', TWO)
+    path = interrupt(tmp_path / 'before', TWO)
     found, (said,) = run(tmp_path / 'after', after, path, choice=choice)
     whole, _ = run(tmp_path / 'whole', after if choice == 'config' else TWO)
     check(found, whole, 8)

@@ -1,5 +1,6 @@
 """SafeCheckpointHook in the place of MMEngine's own."""
 
+import itertools
 import os
 import re
 from functools import partial
@@ -20,7 +21,7 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.hooks.safe_checkpoint_hook import SafeCheckpointHook
 from mmdevplug.runner import DeviceRunner
 from tests.checkpoint.training import build, config, train
-from tests.jobs import largest_difference, log_of, note, torch_before
+from tests.jobs import largest_difference, log_of, note, torch_before, trained_weights
 from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
 
 
@@ -47,27 +48,18 @@ def both(work_dir, options):
     found = []
     for kind in ('CheckpointHook', 'SafeCheckpointHook'):
         folder = work_dir / kind
-        cfg = dict(
-            # By default it is the time in seconds, and runs of the same name share what they know.
-            experiment_name=f'{work_dir.name}_{kind}',
-            default_hooks__checkpoint=dict(options, type=kind),
-        )
-        runner = build(folder, **cfg)
+        # By default it is the time in seconds, and runs of the same name share what they know.
+        name = f'{work_dir.name}_{kind}'
+        checkpoint = dict(options, type=kind)
+        runner = build(folder, experiment_name=name, default_hooks__checkpoint=checkpoint)
         assert any(type(hook).__name__ == kind for hook in runner.hooks)
         runner.train()
-        info = {
-            name: value
-            for name, value in runner.message_hub.runtime_info.items()
-            if 'ckpt' in name or 'best' in name
-        }
-        last = (folder / 'last_checkpoint').read_text()
-        known = without_folder(dict(info, pointer=last), str(folder))
+        info = runner.message_hub.runtime_info
+        known = {name: str(info[name]) for name in info if 'ckpt' in name or 'best' in name}
+        known['pointer'] = (folder / 'last_checkpoint').read_text()
+        known = {name: text.replace(str(folder), '') for name, text in known.items()}
         found.append((sorted(name.split('-')[0] for name in names_in(folder)), known))
     return found
-
-
-def without_folder(info, folder):
-    return {name: str(value).replace(folder, '') for name, value in info.items()}
 
 
 @pytest.mark.parametrize('options', OPTIONS, ids=str)
@@ -97,41 +89,29 @@ def test_mmengines_hook_is_replaced(tmp_path):
 
 @HOOKS.register_module(force=True)
 class FullDisk(Hook):
-    """From one checkpoint on, and for some of them, no write succeeds."""
-
-    def __init__(self, first, last=1 << 30):
-        self.first, self.last = first, last
+    """From the third checkpoint on no write succeeds."""
 
     def before_train(self, runner):
-        count = [0]
-        save = torch.save
+        count, save = itertools.count(1), torch.save
 
         def failing(value, path, *args, **kwargs):
-            if writing.UNFINISHED in str(path):
-                count[0] += 1
-                if self.first <= count[0] <= self.last:
-                    path.write(b'half')
-                    raise OSError(28, 'No space left on device')
+            if writing.UNFINISHED in str(path) and next(count) >= 3:
+                path.write(b'half')
+                raise OSError(28, 'No space left on device')
             return save(value, path, *args, **kwargs)
 
         torch.save = failing
 
 
-def train_on_full_disk(work_dir, checkpoint, disk, **options):
-    result = train(
-        work_dir,
-        by_epoch=False,
-        checkpoint=dict(checkpoint, interval=6, by_epoch=False),
-        custom_hooks=[dict(type='FullDisk', **disk)],
-        **options,
-    )
-    return result['iter']
+def train_on_full_disk(work_dir, checkpoint):
+    hooks = [dict(type='FullDisk')]
+    train(work_dir, by_epoch=False, checkpoint=checkpoint, custom_hooks=hooks)
 
 
 @pytest.mark.parametrize('async_save', [False, True])
 def test_no_room_ends_all_ranks_and_keeps_what_there_was(tmp_path, async_save):
-    options = dict(async_save=async_save, max_keep_ckpts=2)
-    errors = errors_of_ranks(train_on_full_disk, 3, tmp_path, options, dict(first=3))
+    checkpoint = dict(interval=6, by_epoch=False, max_keep_ckpts=2, async_save=async_save)
+    errors = errors_of_ranks(train_on_full_disk, 3, tmp_path, checkpoint)
     assert sorted(errors) == [0, 1, 2]
     assert errors[0][0] == 'CheckpointError'
     assert 'No space left on device' in errors[0][1]
@@ -154,8 +134,9 @@ def test_no_room_ends_all_ranks_and_keeps_what_there_was(tmp_path, async_save):
         (dict(timeout='stop'), "default_hooks.checkpoint has no option 'timeout'"),
         (dict(async_saves=True), "'async_saves'; did you mean 'async_save'?"),
         (dict(interval=1, max_keep_ckpt=3), "'max_keep_ckpt'; did you mean 'max_keep_ckpts'?"),
+        (dict(async_save=2), 'checkpoint.async_save=2: expected True or False'),
     ],
-    ids=['on_error', 'timeout', 'async_saves', 'max_keep_ckpt'],
+    ids=['on_error', 'timeout', 'async_saves', 'max_keep_ckpt', 'no flag'],
 )
 def test_an_option_that_there_is_not_is_refused_with_the_nearest(options, said):
     runner = SimpleNamespace(save_checkpoint=Runner.save_checkpoint, hooks=[])
@@ -197,11 +178,6 @@ def test_other_options_go_to_a_runner_that_takes_them(tmp_path, kind):
     if kind is StrictOwnSave:
         with pytest.raises(CheckpointError, match="'shard'; did you mean 'shards'\\?"):
             SafeCheckpointHook(shard=3).before_run(runner)
-
-
-def test_what_is_no_flag_is_refused():
-    with pytest.raises(CheckpointError, match='checkpoint.async_save=2: expected True or False'):
-        SafeCheckpointHook(async_save=2)
 
 
 def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path):
@@ -258,7 +234,7 @@ def stock(work_dir, resume):
     runner = Runner.from_cfg(Config(cfg))
     start = note(runner, 'before_train_epoch', lambda runner: runner.epoch)
     runner.train()
-    return start, {n: v.numpy() for n, v in runner.model.state_dict().items()}
+    return start, trained_weights(runner)
 
 
 def test_stock_mmengine_resumes_from_ours_and_we_from_its(tmp_path):
@@ -266,15 +242,13 @@ def test_stock_mmengine_resumes_from_ours_and_we_from_its(tmp_path):
     ours = run_ranks(train, 0, tmp_path / 'ours')[0]
     # One run of each starts with the same random numbers and sees the same batches.
     assert largest_difference(ours['weights'], expected) == 0.0
-    for folder, resume in (('ours', stock), ('stock', None)):
-        (tmp_path / folder / 'epoch_4.pth').unlink()
-        (tmp_path / folder / 'last_checkpoint').write_text(str(tmp_path / folder / 'epoch_3.pth'))
-        if resume is stock:
-            ((start, _),) = run_ranks(stock, 0, tmp_path / folder, True)
-            assert start == [3]
-        else:
-            (found,) = run_ranks(partial(train, resume=True), 0, tmp_path / folder)
-            assert found['iter'] == 52
+    for folder in (tmp_path / 'ours', tmp_path / 'stock'):
+        (folder / 'epoch_4.pth').unlink()
+        (folder / 'last_checkpoint').write_text(str(folder / 'epoch_3.pth'))
+    ((start, _),) = run_ranks(stock, 0, tmp_path / 'ours', True)
+    assert start == [3]
+    (found,) = run_ranks(partial(train, resume=True), 0, tmp_path / 'stock')
+    assert found['iter'] == 52
 
 
 def test_states_of_another_format_are_refused(tmp_path):

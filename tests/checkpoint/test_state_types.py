@@ -65,16 +65,14 @@ def refusals(folder):
         torch.save(changed, folder / 'changed.pth')
         runner = build(folder, length=2, resume=True)
         runner._load_from = str(folder / 'changed.pth')
-        try:
+        with pytest.raises(CheckpointError) as refused:
             runner.train()
-        except CheckpointError as error:
-            said[key] = str(error)
+        said[key] = str(refused.value)
     return said
 
 
 def test_every_value_of_another_type_is_named(tmp_path):
     (said,) = run_ranks(refusals, 0, tmp_path, timeout=200)
-    assert said.keys() == CHANGED.keys()
     for key, text in said.items():
         assert 'Cannot resume: ' in text
         assert key in text

@@ -6,7 +6,7 @@ from mmengine.registry import DATASETS
 from torch.utils.data import IterableDataset
 
 from tests.checkpoint.resuming import differences
-from tests.checkpoint.training import NoisyDataset
+from tests.checkpoint.training import NoisyDataset, loader
 from tests.ranks import run_ranks
 
 #: Of all ranks; a batch has 4 samples on each, and 5 batches are a pass.
@@ -40,49 +40,37 @@ class StatefulStream(IterableDataset):
 
 
 def of_stream(by_epoch, **arguments):
-    return dict(
-        by_epoch=by_epoch,
-        train_dataloader=dict(
-            batch_size=4,
-            num_workers=0,
-            drop_last=True,
-            sampler=None,
-            collate_fn=dict(type='default_collate'),
-            dataset=dict(type='StatefulStream', **arguments),
-        ),
-    )
+    stream = dict(type='StatefulStream', **arguments)
+    return dict(by_epoch=by_epoch, train_dataloader=loader(sampler=None, dataset=stream))
 
 
-STREAMS = {
-    'epochs': of_stream(True),
-    'iterations': of_stream(False),
-    'endless': of_stream(False, endless=True),
-}
+STREAMS = dict(
+    epochs=of_stream(True), iterations=of_stream(False), endless=of_stream(False, endless=True)
+)
 
 
 def differences_of(name, folder):
     return differences(folder, STREAMS[name])
 
 
+@pytest.mark.parametrize('ranks', [0, 2])
 @pytest.mark.parametrize('name', STREAMS)
-def test_a_stream_goes_on_exactly(name, tmp_path):
-    assert differences_of(name, tmp_path) is None
+def test_a_stream_goes_on_exactly(name, ranks, tmp_path):
+    assert {*run_ranks(differences_of, ranks, name, tmp_path)} == {None}
 
 
-@pytest.mark.parametrize('name', STREAMS)
-def test_streams_of_two_ranks_go_on_exactly(name, tmp_path):
-    assert run_ranks(differences_of, 2, name, tmp_path) == [None, None]
+@pytest.fixture
+def torchdata(monkeypatch):
+    """Have runners build the loaders of torchdata."""
+    stateful = pytest.importorskip('torchdata.stateful_dataloader').StatefulDataLoader
+    monkeypatch.setattr('mmengine.runner.runner.DataLoader', stateful)
 
 
 @pytest.mark.parametrize('by_epoch', [True, False])
-def test_the_loader_of_torchdata_goes_on_exactly(by_epoch, monkeypatch, tmp_path):
-    stateful = pytest.importorskip('torchdata.stateful_dataloader').StatefulDataLoader
-    monkeypatch.setattr('mmengine.runner.runner.DataLoader', stateful)
+def test_the_loader_of_torchdata_goes_on_exactly(by_epoch, torchdata, tmp_path):
     assert differences(tmp_path, dict(by_epoch=by_epoch)) is None
 
 
-def test_the_loader_of_torchdata_with_workers_reads_the_same_samples(monkeypatch, tmp_path):
-    stateful = pytest.importorskip('torchdata.stateful_dataloader').StatefulDataLoader
-    monkeypatch.setattr('mmengine.runner.runner.DataLoader', stateful)
+def test_the_loader_of_torchdata_with_workers_reads_the_same_samples(torchdata, tmp_path):
     found = differences(tmp_path, dict(by_epoch=True, train_dataloader__num_workers=2))
     assert found is None or ': losses' in found, 'random numbers of workers may differ'

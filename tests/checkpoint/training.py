@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import torch
+from mmengine.config import Config
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
@@ -13,6 +14,7 @@ from mmengine.registry import DATA_SAMPLERS, DATASETS, HOOKS, METRICS, MODELS, R
 from torch import nn
 from torch.utils.data import RandomSampler
 
+import mmdevplug
 from tests.columns import backend_of
 from tests.jobs import install_card, trained_weights, weights_of
 
@@ -106,19 +108,26 @@ class GlobalRandomSampler(RandomSampler):
         super().__init__(dataset)
 
 
-def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=None, **changes):
-    """A config; ``length`` is in epochs or in iterations."""
-    loader = dict(
+def loader(**changes):
+    """A config of a data loader."""
+    found = dict(
         batch_size=4,
         num_workers=0,
         drop_last=True,
         collate_fn=dict(type='default_collate'),
-        sampler=dict(type='DefaultSampler' if by_epoch else 'InfiniteSampler', shuffle=True),
+        sampler=dict(type='DefaultSampler', shuffle=True),
         dataset=dict(type='NoisyDataset'),
     )
-    train_cfg = dict(by_epoch=True, max_epochs=length or 4, val_interval=1)
+    return dict(found, **changes)
+
+
+def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=None, **changes):
+    """A config; ``length`` is in epochs or in iterations."""
+    sampler = dict(type='DefaultSampler' if by_epoch else 'InfiniteSampler', shuffle=True)
+    length = length or (4 if by_epoch else 24)
+    train_cfg = dict(by_epoch=True, max_epochs=length, val_interval=1)
     if not by_epoch:
-        train_cfg = dict(by_epoch=False, max_iters=length or 24, val_interval=6)
+        train_cfg = dict(by_epoch=False, max_iters=length, val_interval=6)
     cfg = dict(
         runner_type='DeviceRunner',
         accelerator=dict(type=accelerator, backend=backend_of(accelerator)),
@@ -126,10 +135,8 @@ def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=N
         launcher='pytorch' if 'RANK' in os.environ else 'none',
         default_scope='mmengine',
         model=dict(type='NoisyModel'),
-        train_dataloader=loader,
-        val_dataloader=dict(
-            loader, drop_last=False, sampler=dict(type='DefaultSampler', shuffle=False)
-        ),
+        train_dataloader=loader(sampler=sampler),
+        val_dataloader=loader(drop_last=False, sampler=dict(type='DefaultSampler', shuffle=False)),
         val_evaluator=dict(type='MeanError'),
         train_cfg=train_cfg,
         val_cfg=dict(),
@@ -140,11 +147,7 @@ def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=N
         ),
         param_scheduler=[
             dict(type='LinearLR', start_factor=0.1, by_epoch=False, begin=0, end=8),
-            dict(
-                type='CosineAnnealingLR',
-                by_epoch=by_epoch,
-                T_max=length or (4 if by_epoch else 24),
-            ),
+            dict(type='CosineAnnealingLR', by_epoch=by_epoch, T_max=length),
         ],
         default_hooks=dict(
             logger=dict(type='LoggerHook', interval=5),
@@ -164,12 +167,16 @@ def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=N
     return cfg
 
 
+#: Options of a runner that tests.
+TESTED = dict(
+    test_dataloader=config('')['val_dataloader'],
+    test_evaluator=dict(type='MeanError'),
+    test_cfg=dict(),
+    custom_hooks=[],
+)
+
+
 def build(work_dir, accelerator='cpu', **options):
-    """A runner."""
-    from mmengine.config import Config
-
-    import mmdevplug
-
     install_card(accelerator)
     mmdevplug.follow_runner_type()  # as a base config does
     return RUNNERS.build(Config(config(work_dir, accelerator, **options)))

@@ -7,31 +7,9 @@ import torch
 from mmengine.config import Config
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
-from mmengine.model import BaseModel
-from mmengine.registry import DATASETS, METRICS, MODELS, RUNNERS
-from torch import nn
+from mmengine.registry import DATASETS, METRICS, RUNNERS
 
 from tests.hooks.memory_jobs import config
-
-
-def on_bad_rank(rank):
-    """Whether this process is the rank that the mistake is on; -1 is all of them."""
-    return rank in (-1, int(os.environ.get('RANK', 0)))
-
-
-@MODELS.register_module(force=True)
-class OneLayer(BaseModel):
-    """A linear layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(8, 1)
-
-    def forward(self, inputs, mode='tensor'):
-        outputs = self.net(inputs)
-        if mode == 'predict':
-            return [dict(value=float(one)) for one in outputs]
-        return dict(loss=(outputs**2).mean())
 
 
 @METRICS.register_module(force=True)
@@ -47,16 +25,11 @@ class Counted(BaseMetric):
 
 @DATASETS.register_module(force=True)
 class Some(BaseDataset):
-    """As many samples as one asks for, another number on one rank.
-
-    Args:
-        count (int): Of samples.
-        bad (int, optional): Their number on ``rank``. Defaults to None: as many.
-        rank (int): Which.
-    """
+    """``count`` samples, and on one rank ``bad`` of them."""
 
     def __init__(self, count=16, bad=None, rank=-1, **kwargs):
-        self.count = bad if bad is not None and on_bad_rank(rank) else count
+        here = rank in (-1, int(os.environ.get('RANK', 0)))  # -1 is all of them
+        self.count = bad if bad is not None and here else count
         super().__init__(**kwargs)
 
     def load_data_list(self):
@@ -73,8 +46,7 @@ class Some(BaseDataset):
 
 def build(work_dir, accelerator='cpu', model=None, hooks=(), dataset=None, epochs=None, **cfg):
     """A runner with a validation."""
-    made = config(work_dir, accelerator, hooks=hooks, iterations=3, batch_size=4)
-    made['model'] = dict(dict(type='OneLayer'), **(model or {}))
+    made = config(work_dir, accelerator, hooks, iterations=3, batch_size=4, model=model or {})
     made['train_dataloader']['dataset'] = dict(dict(type='Some'), **(dataset or {}))
     made['val_dataloader'] = dict(
         made['train_dataloader'],

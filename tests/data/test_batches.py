@@ -1,6 +1,7 @@
 """Data loaders that go on anywhere, and random augmentation that depends on the batch alone."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.data import ResumableLoader, make_resumable
 from mmdevplug.data.seeded_workers import derive_seed
 
@@ -87,10 +89,9 @@ def test_what_was_yielded_is_not_yielded_again(options, read):
         return torch.stack([batch for _, batch in batches + list(zip(range(9), loader))])
 
     def fresh():
-        copied = dict(options)
-        if 'sampler' not in copied:
-            return loader_with(**copied)
-        loader = loader_with(**dict(copied, sampler=InfiniteSampler(range(12), seed=5)))
+        if 'sampler' not in options:
+            return loader_with(**options)
+        loader = loader_with(workers=2, sampler=InfiniteSampler(range(12), seed=5))
         return make_resumable(loader, 3, dict(sampler=dict(type='InfiniteSampler')))
 
     if 'sampler' in options and read == 'all':
@@ -106,14 +107,8 @@ def test_what_was_yielded_is_not_yielded_again(options, read):
         next(reading, None)
     reading = None if read == 'all' else reading
     state = loader.state_dict()
-    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    restore = partial(set_host_random_state, host_random_state())
     expected = passes(loader, reading)
-
-    def restore():
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
     again = fresh()
     begun = iter(again)  # as a loop over iterations does before it is resumed
     again.load_state_dict(state)

@@ -16,7 +16,8 @@ from tests.jobs import digits_config
 SIZE = 8
 
 
-class Whole(Sampler):
+@DATA_SAMPLERS.register_module()
+class Ending(Sampler):
     """A sampler of a user, whose passes end."""
 
     def __init__(self, dataset, seed=None):
@@ -30,12 +31,7 @@ class Whole(Sampler):
 
 
 @DATA_SAMPLERS.register_module()
-class Ending(Whole):
-    pass
-
-
-@DATA_SAMPLERS.register_module()
-class Once(Whole):
+class Once(Ending):
     """Reads from one iterator, so that a pass cannot be tried on it."""
 
     def __init__(self, dataset, seed=None):
@@ -47,7 +43,7 @@ class Once(Whole):
 
 
 @DATA_SAMPLERS.register_module()
-class Cycling(Whole):
+class Cycling(Ending):
     def __iter__(self):
         return itertools.cycle(range(self.size))
 

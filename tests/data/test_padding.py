@@ -2,10 +2,13 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from mmengine.config import ConfigDict
 from mmengine.model import BaseDataPreprocessor, ImgDataPreprocessor
+from mmengine.registry import RUNNERS
+from mmengine.structures import InstanceData, PixelData
 from torch import nn
 
 from mmdevplug.config.pad_to import read_pad_to
@@ -13,6 +16,7 @@ from mmdevplug.data.padding import install_padding
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.patches.mmengine import restore_mmengine
 from mmdevplug.patches.mmseg import patch_accuracy
+from tests import parallel_jobs
 from tests.jobs import digits_config
 from tests.ranks import errors_of_ranks
 
@@ -77,32 +81,29 @@ def images(*sizes):
     ]
 
 
-def test_mmengine_pads_with_its_own_value():
-    options = dict(mean=MEAN, std=STD, pad_value=7.0, bgr_to_rgb=True)
-    batch = images((10, 12), (14, 9))
+@pytest.mark.parametrize(
+    ('options', 'batch', 'pad_to', 'shape'),
+    [
+        (dict(mean=MEAN, std=STD), images((10, 12), (14, 9)), (16, 24), (2, 3, 16, 24)),
+        ({}, torch.stack(images((10, 12), (10, 12))), 8, (2, 3, 16, 16)),
+        (dict(pad_size_divisor=32), images((8, 8)), (10, 40), (1, 3, 32, 64)),
+    ],
+    ids=['images', 'stacked', 'divisor'],
+)
+def test_mmengine_pads_with_its_own_value(options, batch, pad_to, shape):
+    options.update(pad_value=7.0, bgr_to_rgb=True)
     plain = ImgDataPreprocessor(**options)(dict(inputs=batch))['inputs']
-    larger = padded(ImgDataPreprocessor(**options), (16, 24))(dict(inputs=batch))['inputs']
-    assert larger.shape == (2, 3, 16, 24)
-    assert torch.equal(larger[..., :14, :12], plain)
-    assert (larger[..., 14:, :] == 7.0).all()
-    assert (larger[..., 12:] == 7.0).all()
+    larger = padded(ImgDataPreprocessor(**options), pad_to)(dict(inputs=batch))['inputs']
+    height, width = plain.shape[2:]
+    assert larger.shape == shape
+    assert torch.equal(larger[..., :height, :width], plain)
+    assert (larger[..., height:, :] == 7.0).all()
+    assert (larger[..., width:] == 7.0).all()
 
 
-def test_a_stacked_batch_and_a_preprocessor_that_only_moves():
-    batch = torch.stack(images((10, 12), (10, 12)))
-    larger = padded(ImgDataPreprocessor(pad_value=3), 8)(dict(inputs=batch))['inputs']
-    assert larger.shape == (2, 3, 16, 16)
-    assert torch.equal(larger[..., :10, :12], batch.float())
-    assert (larger[..., 10:, :] == 3).all()
+def test_a_preprocessor_that_only_moves():
     moved = padded(BaseDataPreprocessor(), 8)(dict(inputs=images((3, 5), (9, 2))))['inputs']
     assert [tuple(image.shape) for image in moved] == [(3, 16, 8)] * 2
-
-
-def test_a_divisor_of_the_preprocessor_is_kept():
-    made = padded(ImgDataPreprocessor(pad_size_divisor=32, pad_value=5), (10, 40))
-    larger = made(dict(inputs=images((8, 8))))['inputs']
-    assert larger.shape == (1, 3, 32, 64)
-    assert (larger[..., 8:, :] == 5).all()
 
 
 @pytest.mark.parametrize('data', [dict(inputs=dict(text='a')), [torch.ones(1)], dict(inputs=[])])
@@ -119,20 +120,12 @@ def test_a_copied_model_pads_by_itself():
     assert (original(dict(inputs=images((4, 4))))['inputs'][..., 4:] == 1).all()
 
 
-# in configs ----------------------------------------------------------------------------------
-
-
 def test_a_model_without_preprocessor_is_refused():
     with pytest.raises(ModelError, match='Linear has no data preprocessor'):
         install_padding(nn.Linear(2, 2), read_pad_to(8))
 
 
-# all ranks together --------------------------------------------------------------------------
-
-
 def train_digits_with(work_dir, pad_to):
-    from mmengine.registry import RUNNERS
-
     cfg = digits_config('cpu', work_dir, train_cfg__max_epochs=1, train_cfg__val_interval=9)
     cfg.model.data_preprocessor = dict(type='ImgDataPreprocessor')
     cfg.accelerator.pad_to = pad_to
@@ -150,10 +143,8 @@ def test_too_large_an_image_ends_all_ranks_with_one_message(tmp_path):
 
 
 def detection_sample(size, box):
-    import numpy as np
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
-    from mmengine.structures import InstanceData, PixelData
 
     masks = np.ones((1, *size), dtype=np.uint8)
     sample = DetDataSample(
@@ -220,18 +211,11 @@ def test_a_preprocessor_that_hands_on_to_another_pads_once():
     config = dict(type='mmdet.DetDataPreprocessor', mean=MEAN, std=STD)
     outer = padded(MultiBranchDataPreprocessor(config), (64, 96))
     batch = detection_batch((30, 35), (20, 20))
-    branches = dict(
-        inputs=dict(sup=batch['inputs'][:1], unsup=batch['inputs'][1:]),
-        data_samples=dict(sup=batch['data_samples'][:1], unsup=batch['data_samples'][1:]),
-    )
-    # As `pseudo_collate` makes them: for each branch a list, None where a sample is of another.
-    branches = {
-        key: {name: list(part) for name, part in value.items()} for key, value in branches.items()
-    }
-    found = outer(branches, True)
-    assert {name: tuple(part.shape) for name, part in found['inputs'].items()} == dict(
-        sup=(1, 3, 64, 96), unsup=(1, 3, 64, 96)
-    )
+    # As `pseudo_collate` makes them: for each branch a list.
+    branches = {key: dict(sup=part[:1], unsup=part[1:]) for key, part in batch.items()}
+    found = outer(branches, True)['inputs']
+    assert found['sup'].shape == found['unsup'].shape == (1, 3, 64, 96)
+    assert {*found} == {'sup', 'unsup'}
 
 
 class Patches(nn.Module):
@@ -303,7 +287,6 @@ def test_losses_and_predictions_of_a_detector_are_those_without_padding():
 
 
 def segmentation_batch(*sizes):
-    from mmengine.structures import PixelData
     from mmseg.structures import SegDataSample
 
     random = torch.Generator().manual_seed(1)
@@ -317,7 +300,7 @@ def segmentation_batch(*sizes):
     return dict(inputs=images(*sizes), data_samples=samples)
 
 
-def segmentor(pad_to, avg_non_ignore=True, **preprocessor):
+def segmentor(pad_to, **preprocessor):
     """One convolution, then single pixels: nothing looks over the edge of an image twice."""
     from mmseg.registry import MODELS as SEG_MODELS
     from mmseg.utils import register_all_modules
@@ -334,28 +317,13 @@ def segmentor(pad_to, avg_non_ignore=True, **preprocessor):
             return (self.conv(inputs).relu(),)
 
     torch.manual_seed(0)
-    loss = dict(type='CrossEntropyLoss', avg_non_ignore=avg_non_ignore)
-    model = SEG_MODELS.build(
-        ConfigDict(
-            type='mmseg.EncoderDecoder',
-            data_preprocessor=dict(
-                type='mmseg.SegDataPreProcessor', mean=MEAN, std=STD, **preprocessor
-            ),
-            backbone=dict(type='mmseg.Edges'),
-            decode_head=dict(
-                type='mmseg.FCNHead',
-                in_channels=6,
-                in_index=0,
-                channels=6,
-                num_convs=0,
-                concat_input=False,
-                dropout_ratio=0.0,
-                num_classes=4,
-                loss_decode=loss,
-            ),
-            test_cfg=dict(mode='whole'),
-        )
-    )
+    preprocessor.update(type='mmseg.SegDataPreProcessor', mean=MEAN, std=STD)
+    cfg = ConfigDict(parallel_jobs.segmentor(), data_preprocessor=preprocessor)
+    cfg.backbone, cfg.auxiliary_head = dict(type='mmseg.Edges'), None
+    cfg.decode_head.update(type='mmseg.FCNHead', in_channels=6, in_index=0, channels=6)
+    cfg.decode_head.num_convs = 0
+    cfg.decode_head.loss_decode.avg_non_ignore = True
+    model = SEG_MODELS.build(cfg)
     if pad_to is not None:
         install_padding(model, read_pad_to(pad_to))
     return model
@@ -426,14 +394,11 @@ def test_counting_with_masks_is_mmsegs_accuracy(monkeypatch):
     labels = torch.randint(0, 5, (2, 6, 7), generator=random)
     labels[:, :2] = 255
     ignored = torch.full_like(labels, 255)
-    for target in (labels, ignored):
-        for topk in (1, (1, 3)):
-            for ignore_index in (None, 255):
-                if ignore_index is None and target is ignored:
-                    continue
-                wanted = accuracy(scores, target, topk, ignore_index=ignore_index)
-                found = ours(scores, target, topk, ignore_index=ignore_index)
-                torch.testing.assert_close(found, wanted)
+    for topk in (1, (1, 3)):
+        for target, ignore_index in ((labels, None), (labels, 255), (ignored, 255)):
+            wanted = accuracy(scores, target, topk, ignore_index=ignore_index)
+            found = ours(scores, target, topk, ignore_index=ignore_index)
+            torch.testing.assert_close(found, wanted)
     restore_mmengine()
     assert decode_head.accuracy is accuracy
 
@@ -444,9 +409,6 @@ def test_pixels_of_another_size_than_the_image_are_refused():
     batch['inputs'] = images((10, 15))
     with pytest.raises(DevPlugError, match=r'gt_sem_seg.*\(20, 30\), expected \(10, 15\)'):
         segmentor(32, size=(20, 30)).data_preprocessor(batch, True)
-
-
-# mmpretrain ----------------------------------------------------------------------------------
 
 
 @pytest.mark.operators

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.dist import get_rank, get_world_size
-from mmengine.registry import DATA_SAMPLERS, DATASETS, RUNNERS
+from mmengine.registry import DATA_SAMPLERS, DATASETS
 from torch.utils.data import BatchSampler, ConcatDataset, Dataset, IterableDataset, Sampler, Subset
 
 from mmdevplug.examples.digits import DigitsDataset
-from tests.jobs import digits_config, weights_of
+from tests.jobs import log_of, train_digits
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -104,33 +104,31 @@ class Joined(ConcatDataset):
         super().__init__([Subset(inner, part) for part in parts])
 
 
+class Picked(Sampler):
+    def __init__(self, dataset, seed=None, shuffle=True):
+        self.picked = self.pick(len(dataset), get_rank(), get_world_size())
+
+    def __len__(self):
+        return len(self.picked)
+
+    def __iter__(self):
+        return iter(self.picked)
+
+
 @DATA_SAMPLERS.register_module()
-class Blocks(Sampler):
+class Blocks(Picked):
     """Gives each rank a block, and the second one a sample of the first."""
 
-    def __init__(self, dataset, seed=None, shuffle=True):
-        begin = get_rank() * len(dataset) // get_world_size()
-        self.picked = range(begin - get_rank(), begin + len(dataset) // get_world_size())
-
-    def __len__(self):
-        return len(self.picked)
-
-    def __iter__(self):
-        return iter(self.picked)
+    def pick(self, size, rank, ranks):
+        return range(rank * size // ranks - rank, (rank + 1) * size // ranks)
 
 
 @DATA_SAMPLERS.register_module()
-class Half(Sampler):
+class Half(Picked):
     """Divides the first half of a data set between ranks."""
 
-    def __init__(self, dataset, seed=None, shuffle=True):
-        self.picked = range(get_rank(), len(dataset) // 2, get_world_size())
-
-    def __len__(self):
-        return len(self.picked)
-
-    def __iter__(self):
-        return iter(self.picked)
+    def pick(self, size, rank, ranks):
+        return range(rank, size // 2, ranks)
 
 
 @DATA_SAMPLERS.register_module()
@@ -142,87 +140,79 @@ class OwnBatches(BatchSampler):
 
 
 def train(work_dir, options):
-    cfg = digits_config('cpu', work_dir, train_cfg__max_epochs=1, **options)
-    cfg.train_dataloader.batch_size = 359
-    runner = RUNNERS.build(cfg)
-    runner.train()
-    return weights_of(runner.model)
+    train_digits('cpu', work_dir, global_batch=2 * 359, train_cfg__max_epochs=1, **options)
 
 
 def warnings_of(tmp_path, options):
     run_ranks(train, 2, tmp_path, options)
-    lines = next(tmp_path.glob('*/*.log')).read_text().splitlines()
+    lines = log_of(tmp_path).splitlines()
     return [line.partition(' - WARNING - ')[2] for line in lines if '_dataloader: ' in line]
 
 
+def of(name, **options):
+    """Options of a data loader."""
+    return {f'{name}_dataloader__{key}': value for key, value in options.items()}
+
+
+IN_ORDER = dict(type='ByWeight', shuffle=False)
+
+
 @pytest.mark.parametrize(
-    ('options', 'expected'),
+    'options',
     [
-        ({}, []),
+        {},
+        dict(of('train', dataset__type='Folder'), **of('val', dataset__type='Folder')),
+        of('train', sampler=dict(type='ByWeight', own=True)),
+        of('train', dataset__type='Share', sampler=IN_ORDER),
+    ],
+)
+def test_nothing_is_said_of_data_that_are_divided(tmp_path, options):
+    assert warnings_of(tmp_path, options) == []
+
+
+@pytest.mark.parametrize(
+    ('name', 'options', 'expected'),
+    [
         (
-            dict(train_dataloader__dataset__type='Folder', val_dataloader__dataset__type='Folder'),
-            [],
-        ),
-        (dict(train_dataloader__sampler=dict(type='ByWeight', own=True)), []),
-        (
-            dict(train_dataloader__dataset__type='OtherOrder'),
-            ['train_dataloader: OtherOrder.data_address lists the same samples in another order'],
-        ),
-        (
-            dict(train_dataloader__sampler=dict(type='ByWeight')),
-            ['train_dataloader: ByWeight gives ranks 0 and 1 the same samples'],
-        ),
-        (
-            dict(val_dataloader__sampler=dict(type='Half')),
-            ['val_dataloader: all ranks together read 180 of 360 samples'],
-        ),
-        (
-            dict(
-                train_dataloader__batch_sampler=dict(type='OwnBatches'),
-                train_dataloader__drop_last=False,
-            ),
-            ['train_dataloader: OwnBatches gives ranks 0 and 1 the same samples'],
+            'train',
+            dict(dataset__type='OtherOrder'),
+            'OtherOrder.data_address lists the same samples in another order',
         ),
         (
-            dict(val_dataloader__dataset=dict(type='Folder', missing=1)),
-            ['val_dataloader: Folder.table.path lists other samples on rank 1'],
+            'train',
+            dict(sampler=dict(type='ByWeight')),
+            'ByWeight gives ranks 0 and 1 the same samples',
+        ),
+        ('val', dict(sampler=dict(type='Half')), 'all ranks together read 180 of 360 samples'),
+        (
+            'train',
+            dict(batch_sampler=dict(type='OwnBatches'), drop_last=False),
+            'OwnBatches gives ranks 0 and 1 the same samples',
         ),
         (
-            dict(
-                train_dataloader__dataset__type='Share',
-                train_dataloader__sampler=dict(type='ByWeight', shuffle=False),
-            ),
-            [],
+            'val',
+            dict(dataset=dict(type='Folder', missing=1)),
+            'Folder.table.path lists other samples on rank 1',
         ),
     ],
 )
-def test_what_is_said(tmp_path, options, expected):
-    found = warnings_of(tmp_path, options)
-    assert len(found) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(found, expected))
+def test_what_is_said(tmp_path, name, options, expected):
+    (line,) = warnings_of(tmp_path, of(name, **options))
+    assert line.startswith(f'{name}_dataloader: {expected}')
 
 
 @pytest.mark.parametrize(
     ('options', 'expected'),
     [
-        (
-            dict(val_dataloader__sampler=dict(type='ByWeight', shuffle=False)),
-            'ByWeight gives ranks',
-        ),
-        (
-            dict(val_dataloader__dataset__type='OtherOrder'),
-            'OtherOrder.data_address lists the same',
-        ),
-        (dict(val_dataloader__dataset=dict(_delete_=True, type='Joined')), 'ranks have data sets'),
-        (
-            dict(val_dataloader__sampler=dict(type='Blocks')),
-            'Blocks gives ranks some samples twice',
-        ),
+        (dict(sampler=IN_ORDER), 'ByWeight gives ranks'),
+        (dict(dataset__type='OtherOrder'), 'OtherOrder.data_address lists the same'),
+        (dict(dataset=dict(_delete_=True, type='Joined')), 'ranks have data sets'),
+        (dict(sampler=dict(type='Blocks')), 'Blocks gives ranks some samples twice'),
     ],
 )
 def test_a_wrong_metric_is_refused(tmp_path, options, expected):
     with pytest.raises(RanksFailed, match=f'val_dataloader: {expected}') as found:
-        run_ranks(train, 2, tmp_path, options)
+        run_ranks(train, 2, tmp_path, of('val', **options))
     assert found.value.errors[0][0] == 'SampleError'
 
 
@@ -231,10 +221,9 @@ def test_a_wrong_metric_is_refused(tmp_path, options, expected):
     [(True, 0, []), (False, 0, ['ranks 0 and 1']), (True, 2, ['two workers'])],
 )
 def test_a_stream_that_all_ranks_read(tmp_path, divided, workers, readers):
+    stream = dict(_delete_=True, type='Row', divided=divided)
     options = dict(
-        train_dataloader__sampler=None,
-        train_dataloader__num_workers=workers,
-        train_dataloader__dataset=dict(_delete_=True, type='Row', divided=divided),
+        of('train', sampler=None, num_workers=workers, dataset=stream),
         train_cfg=dict(_delete_=True, by_epoch=False, max_iters=2, val_interval=3),
         param_scheduler=None,
     )
@@ -245,10 +234,7 @@ def test_a_stream_that_all_ranks_read(tmp_path, divided, workers, readers):
 
 @pytest.mark.parametrize('divided', [True, False])
 def test_a_stream_that_all_ranks_validate(tmp_path, divided):
-    options = dict(
-        val_dataloader__sampler=None,
-        val_dataloader__dataset=dict(_delete_=True, type='SizedRow', divided=divided),
-    )
-    said = warnings_of(tmp_path, options)
+    stream = dict(_delete_=True, type='SizedRow', divided=divided)
+    said = warnings_of(tmp_path, of('val', sampler=None, dataset=stream))
     assert len(said) == (not divided)
     assert all(line.startswith('val_dataloader: ranks 0 and 1 have read') for line in said)

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmengine.registry import RUNNERS
 
 from mmdevplug.hooks.preemption_hook import PreemptionHook
-from tests.jobs import digits_config, load_file
+from tests.checkpoint.resuming import quickly
+from tests.checkpoint.training import build
+from tests.fault_tolerance import accidents  # noqa: F401  registers a hook
+from tests.jobs import digits_config, load_file, note
 from tests.ranks import free_port, launch_variables, run_ranks, start_process
 
 
@@ -22,10 +26,6 @@ def train(environ, accelerator, work_dir, output, options):
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
-    from mmengine.registry import RUNNERS
-
-    import tests.fault_tolerance.accidents  # noqa: F401  registers a hook
-
     batch = 96 // int(environ.get('WORLD_SIZE', 1))
     cfg = digits_config(
         accelerator, work_dir, train_dataloader__batch_size=batch, train_cfg__val_interval=100
@@ -48,12 +48,14 @@ class Job:
             args = (environ, accelerator, str(folder), str(folder / f'out{rank}'), options)
             self.ranks.append(start_process(train, *args))
 
-    def wait_for_iteration(self, iteration, rank=0):
+    def signal_after(self, iteration, rank, number):
+        """Send a signal to a rank when rank 0 has done an iteration."""
         deadline = time.monotonic() + 180
-        while self.done(rank) < iteration:
-            assert self.ranks[rank].is_alive(), self.output(rank)
+        while self.done(0) < iteration:
+            assert self.ranks[0].is_alive(), self.output(0)
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        self.signal(rank, number)
 
     def done(self, rank):
         note = self.notes / str(rank)
@@ -90,55 +92,47 @@ def check_saved(job, stopped):
     assert '--resume' in lines[0]
 
 
-@pytest.mark.parametrize(('signalled', 'number'), [(1, signal.SIGTERM), (0, signal.SIGUSR1)])
-def test_all_ranks_stop_after_the_same_iteration(tmp_path, signalled, number):
-    job = Job(tmp_path, 3)
-    job.wait_for_iteration(3)
-    job.signal(signalled, number)
-    assert job.end() == [0, 0, 0]
-    (stopped,) = {job.done(rank) for rank in range(3)}
+@pytest.mark.parametrize(
+    ('ranks', 'signalled', 'number', 'options'),
+    [
+        (3, 1, signal.SIGTERM, {}),
+        (3, 0, signal.SIGUSR1, {}),
+        # Gradients that accumulate, whose iterations exchange nothing.
+        (2, 1, signal.SIGTERM, dict(optim_wrapper__accumulative_counts=4)),
+        pytest.param(2, 1, signal.SIGTERM, dict(accelerator='xla'), marks=pytest.mark.xla),
+    ],
+    ids=['SIGTERM', 'SIGUSR1', 'accumulation', 'xla'],
+)
+def test_all_ranks_stop_after_the_same_iteration(tmp_path, ranks, signalled, number, options):
+    job = Job(tmp_path, ranks, **options)
+    job.signal_after(3, signalled, number)
+    assert job.end() == [0] * ranks
+    (stopped,) = {job.done(rank) for rank in range(ranks)}
     assert 3 < stopped < 16 * 14
     check_saved(job, stopped)
     assert number.name in job.output(0)
-    assert f'rank {signalled} of 3' in job.output(0)
-
-
-def test_accumulated_gradients_keep_ranks_together(tmp_path):
-    job = Job(tmp_path, 2, optim_wrapper__accumulative_counts=4)
-    job.wait_for_iteration(3)
-    job.signal(1, signal.SIGTERM)
-    assert job.end() == [0, 0]
-    (stopped,) = {job.done(rank) for rank in range(2)}
-    check_saved(job, stopped)
+    assert f'rank {signalled} of {ranks}' in job.output(0)
 
 
 @pytest.mark.parametrize('hook', ['CheckpointHook', 'OwnCheckpointHook'])
-def test_a_single_process_stops_at_once(tmp_path, hook):
-    job = Job(tmp_path, 0, default_hooks__checkpoint__type=hook)
-    job.wait_for_iteration(3)
-    job.signal(0, signal.SIGTERM)
+def test_a_single_process_stops_at_once_and_goes_on_from_there(tmp_path, hook):
+    options = dict(default_hooks__checkpoint__type=hook)
+    job = Job(tmp_path, 0, **options)
+    job.signal_after(3, 0, signal.SIGTERM)
     assert job.end() == [128 + signal.SIGTERM]
     check_saved(job, job.done(0))
-
-
-def test_training_that_resumes_goes_on_from_there(tmp_path):
-    job = Job(tmp_path, 0)
-    job.wait_for_iteration(3)
-    job.signal(0, signal.SIGTERM)
-    assert job.end() == [128 + signal.SIGTERM]
-    stopped = job.done(0)
     again = tmp_path / 'again'
     again.mkdir()
-    second = Job(again, 0, resume=True, load_from=str(job.checkpoint()), train_cfg__max_epochs=2)
+    options.update(resume=True, load_from=str(job.checkpoint()), train_cfg__max_epochs=2)
+    second = Job(again, 0, **options)
     assert second.end() == [0]
-    assert f'iter: {stopped}' in second.output(0)
+    assert f'iter: {job.done(0)}' in second.output(0)
 
 
 def test_a_second_sigterm_ends_at_once(tmp_path):
     accident = dict(type='Accident', note=str(tmp_path / 'notes'), what='hang', rank=0)
     job = Job(tmp_path, 0, custom_hooks=[accident])
-    job.wait_for_iteration(7)
-    job.signal(0, signal.SIGTERM)
+    job.signal_after(7, 0, signal.SIGTERM)
     time.sleep(4)
     assert job.ranks[0].is_alive()
     job.signal(0, signal.SIGTERM)
@@ -147,32 +141,26 @@ def test_a_second_sigterm_ends_at_once(tmp_path):
 
 def test_without_the_hook_a_signal_ends_the_process(tmp_path):
     job = Job(tmp_path, 0, accelerator__preemption=False)
-    job.wait_for_iteration(3)
-    job.signal(0, signal.SIGTERM)
+    job.signal_after(3, 0, signal.SIGTERM)
     assert job.end() == [-signal.SIGTERM]
     assert not (tmp_path / 'last_checkpoint').exists()
 
 
+def _signal(runner, **_):
+    if runner.iter == 3 and runner.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.05)  # the request takes up to two pauses of 0.5 s
+
+
 def _stopped_then_trained(folder):
     """Train until a signal, catch what ends the process, and train once more."""
-    from mmengine.hooks import Hook
-
-    from tests.checkpoint.resuming import quickly
-    from tests.checkpoint.training import build
-
-    class Signal(Hook):
-        def before_train_iter(self, runner, batch_idx, data_batch=None):
-            if runner.iter == 3 and runner.rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.05)  # the request takes up to two pauses of 0.5 s
-
     iterations = []
-    for number, hooks in enumerate([[Signal()], [], [Signal()]]):
+    for number, signalled in enumerate([True, False, True]):
         options = dict(by_epoch=False, length=40, experiment_name=f'run {number}')
         with quickly():
             runner = build(folder / str(number), **options)
-            for hook in hooks:
-                runner.register_hook(hook)
+            if signalled:
+                note(runner, 'before_train_iter', _signal)
             try:
                 runner.train()
             except SystemExit:
@@ -192,31 +180,25 @@ def test_a_second_training_is_not_stopped_by_a_request_to_the_first(tmp_path):
 
 def test_sigint_of_a_single_process_saves_and_is_a_keyboard_interrupt(tmp_path):
     job = Job(tmp_path, 0)
-    job.wait_for_iteration(3)
-    job.signal(0, signal.SIGINT)
+    job.signal_after(3, 0, signal.SIGINT)
     assert job.end() == [1]  # multiprocessing's status of an exception
     check_saved(job, job.done(0))
     assert 'KeyboardInterrupt' in job.output(0)
 
 
-def test_sighup_is_left_alone_where_it_is_ignored():
-    hook, before = PreemptionHook(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def test_handlers_are_put_back_and_one_that_ignores_stays():
+    def handlers():
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+
+    hook, hangup = PreemptionHook(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
+        before = handlers()
         hook.before_train(None)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert [new == old for new, old in zip(handlers(), before)] == [False, True]
         hook.after_train(None)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert handlers() == before
     finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_handlers_are_put_back():
-    before = signal.getsignal(signal.SIGTERM)
-    hook = PreemptionHook()
-    hook.before_train(None)
-    assert signal.getsignal(signal.SIGTERM) != before
-    hook.after_train(None)
-    assert signal.getsignal(signal.SIGTERM) == before
+        signal.signal(signal.SIGHUP, hangup)
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
@@ -240,13 +222,3 @@ def test_a_signal_that_another_thread_takes_wakes_the_main_thread(number):
     finally:
         hook.after_train(None)
     assert signal.set_wakeup_fd(before) == before
-
-
-@pytest.mark.xla
-def test_on_xla(tmp_path):
-    job = Job(tmp_path, 2, 'xla')
-    job.wait_for_iteration(3)
-    job.signal(1, signal.SIGTERM)
-    assert job.end() == [0, 0]
-    (stopped,) = {job.done(rank) for rank in range(2)}
-    check_saved(job, stopped)

@@ -88,17 +88,11 @@ def train_all(accelerator, work_dir):
 
 @MODELS.register_module()
 class OverflowingClassifier(DigitsClassifier):
-    """Loses its mind on one rank, once.
-
-    Args:
-        at (int): Index of the iteration in which rank 1 has an infinite loss.
-        **kwargs: See DigitsClassifier.
-    """
+    """Has an infinite loss on rank 1 in the iteration ``at``, counted from 0."""
 
     def __init__(self, at=5, **kwargs):
         super().__init__(**kwargs)
-        self.at = at
-        self.calls = 0
+        self.at, self.calls = at, 0
 
     def forward(self, inputs, labels=None, mode='tensor'):
         outputs = super().forward(inputs, labels, mode)

@@ -1,7 +1,6 @@
 """Mixed precision where MMEngine offers none: scaling, refusals, autocast in models."""
 
 import logging
-import os
 
 import pytest
 import torch
@@ -9,22 +8,25 @@ from mmengine.config import Config, ConfigDict
 from mmengine.logging import MMLogger
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
+from mmengine.runner.amp import autocast
 from torch import nn
 
-from mmdevplug.accelerators import get_accelerator
+from mmdevplug import init_device, patch_mmengine
+from mmdevplug.accelerators import DeviceContext, get_accelerator, set_device_context
 from mmdevplug.accelerators.lazy import LazyCompilation
-from mmdevplug.errors import ModelError
+from mmdevplug.errors import AcceleratorError, ModelError
 from mmdevplug.optim import (
     DeviceAmpOptimWrapper,
     DeviceOptimWrapper,
     adapt_optim_wrapper_cfg,
     use_amp,
 )
+from mmdevplug.patches.autocast import patch_autocast
+from mmdevplug.patches.mmengine import restore_mmengine
+from tests.cli.running import PLAIN, SHORT, STANDIN, config
 from tests.columns import CUDA, NATIVE, amp_wrapper, job_of
-from tests.commands import python
+from tests.commands import environment, python
 from tests.jobs import (
-    PATHS,
-    ROOT,
     install_card,
     largest_difference,
     load_file,
@@ -94,8 +96,6 @@ def test_ranks_agree_on_an_overflow_of_one_of_them(accelerator):
 
 @pytest.fixture
 def on_cpu():
-    from mmdevplug.accelerators import DeviceContext, set_device_context
-
     cpu = get_accelerator('cpu')
     set_device_context(DeviceContext(cpu, 'a test', cpu.device(0)))
     yield
@@ -261,11 +261,6 @@ def test_autocast_inside_a_model(tmp_path, accelerator, own):
 
 
 def autocast_on_the_last_accelerator():
-    from mmengine.runner.amp import autocast
-
-    from mmdevplug import init_device, patch_mmengine
-    from mmdevplug.patches.mmengine import restore_mmengine
-
     install_card('zeta')
     found = []
 
@@ -289,11 +284,6 @@ def test_a_second_call_patches_autocast_for_another_accelerator():
 
 
 def autocast_elsewhere():
-    from mmengine.runner.amp import autocast
-
-    from mmdevplug.accelerators import DeviceContext, set_device_context
-    from mmdevplug.patches.autocast import patch_autocast
-
     install_card('zeta')
     with pytest.raises(ValueError, match='cuda or cpu'), autocast(device_type='zeta'):
         pass
@@ -317,8 +307,6 @@ def autocast_elsewhere():
     del torch.zeta.get_amp_supported_dtype
     with autocast(enabled=False):
         pass
-    from mmdevplug.errors import AcceleratorError
-
     with pytest.raises(AcceleratorError, match="optim_wrapper.type='OptimWrapper'"), autocast():
         pass
 
@@ -327,25 +315,14 @@ def test_autocast_of_other_devices_stays_as_it_was():
     run_ranks(autocast_elsewhere, 0)
 
 
-# the command line -------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 def test_amp_on_the_command_line(tmp_path, accelerator):
-    config = tmp_path / 'plain.py'
-    imports = ['mmdevplug.examples.digits'] + ['fakecard_from_env'] * (accelerator == 'zeta')
-    config.write_text(
-        f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}]\n'
-        f'custom_imports = dict(imports={imports})\n'
-    )
-    standin = ROOT / 'standins' / 'fakecard'
-    environ = dict(os.environ, OMP_NUM_THREADS='1', FAKECARD_NAME='zeta')
-    environ['PYTHONPATH'] = os.pathsep.join([PATHS, str(standin)])
+    imports = ['fakecard_from_env'] * (accelerator == 'zeta')
     done = python(
-        '-m', 'mmdevplug.cli.main', 'train', config, '--amp', '--accelerator', accelerator,
-        '--nproc', '2', '--work-dir', tmp_path, '--cfg-options', 'train_cfg.max_epochs=1',
-        'model.channels=8', env=environ,
+        '-m', 'mmdevplug.cli.main', 'train', config(tmp_path, '', imports, base=PLAIN), '--amp',
+        '--accelerator', accelerator, '--nproc', '2', '--work-dir', tmp_path, *SHORT,
+        'model.channels=8', env=environment(STANDIN, FAKECARD_NAME='zeta'),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     (checkpoint,) = tmp_path.glob('epoch_1.pth')

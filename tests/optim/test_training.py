@@ -6,7 +6,7 @@ import torch
 
 from mmdevplug.optim.device_optim_wrapper import _clip_grad_norm_by_device
 from tests.columns import CUDA, NATIVE, amp_wrapper, job_of, within
-from tests.jobs import largest_difference, needs_bfloat16, needs_scaler
+from tests.jobs import largest_difference, needs_bfloat16
 from tests.optim.scenarios import SCENARIOS, train, train_all
 from tests.ranks import run_ranks
 
@@ -79,27 +79,6 @@ def test_sharded_optimizer_equals_the_plain_one(tmp_path):
         for one, two in zip(result, other):
             assert largest_difference(one['weights'], two['weights']) <= 1e-6
         assert largest_difference(result[0]['weights'], result[1]['weights']) > 1e-3
-
-
-def train_with_scaler(work_dir, epochs, resume=False):
-    optim_wrapper = dict(
-        type='AmpOptimWrapper',
-        dtype='float16',
-        loss_scale=dict(init_scale=64.0, growth_interval=4),
-    )
-    return train(
-        'cpu', work_dir, optim_wrapper, watch=True, resume=resume,
-        train_cfg__max_epochs=epochs, default_hooks__checkpoint__interval=1,
-    )  # fmt: skip
-
-
-@needs_scaler
-def test_resuming_restores_the_loss_scale(tmp_path):
-    (whole,) = run_ranks(train_with_scaler, 0, tmp_path / 'whole', 2)
-    (half,) = run_ranks(train_with_scaler, 0, tmp_path / 'halves', 1)
-    (rest,) = run_ranks(train_with_scaler, 0, tmp_path / 'halves', 2, True)
-    assert half['scales'] + rest['scales'] == whole['scales']
-    assert whole['scales'][10] == 64.0 * 2**2
 
 
 @pytest.mark.parametrize('max_norm', [0.1, 100.0])

@@ -6,7 +6,7 @@ whole batch. Two ranks get pictures with equally many boxes, see :func:`tests.re
 
 import pytest
 
-from tests.columns import device_of
+from tests.columns import NATIVE, device_of
 from tests.jobs import largest_difference, load_file
 from tests.ranks import run_ranks
 from tests.repos.coco import faster_rcnn, make_coco, retinanet
@@ -27,6 +27,7 @@ MODELS = dict(retinanet=retinanet, faster_rcnn=faster_rcnn)
 CASES = [
     ('cpu', 2, 'retinanet'),
     ('zeta', 2, 'faster_rcnn'),
+    pytest.param((NATIVE, 2, 'retinanet'), marks=pytest.mark.long),
     pytest.param(('cuda', 1, 'retinanet'), marks=pytest.mark.cuda),
     pytest.param(('cuda', 2, 'faster_rcnn'), marks=pytest.mark.cuda),
     *(

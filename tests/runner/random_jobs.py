@@ -9,6 +9,7 @@ from mmengine.config import Config
 from mmengine.dataset import BaseDataset
 from mmengine.registry import DATASETS, RUNNERS
 
+from mmdevplug.accelerators import enter_rank_device
 from tests.hooks.memory_jobs import config
 from tests.jobs import install_card
 
@@ -30,9 +31,7 @@ class Draws(BaseDataset):
 
 def seeded_runner(work_dir, accelerator, seed, diff):
     """A runner whose data loader has workers."""
-    name = f'{seed}-{diff}'
-    cfg = config(os.path.join(work_dir, name), accelerator)
-    cfg['experiment_name'] = name
+    cfg = config(os.path.join(work_dir, f'{seed}-{diff}'), accelerator)
     cfg['randomness'] = dict(seed=seed, diff_rank_seed=diff)
     cfg['train_dataloader'].update(
         num_workers=2,
@@ -47,8 +46,6 @@ def seeded_runner(work_dir, accelerator, seed, diff):
 
 def draw(work_dir, accelerator):
     """For each of :data:`CASES` the seed, draws of all generators, and an epoch of samples."""
-    from mmdevplug.accelerators import enter_rank_device
-
     install_card(accelerator)
     given = []
     if accelerator == 'zeta':

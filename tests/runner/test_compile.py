@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+AOT_EAGER = dict(backend='aot_eager')
 #: PyTorch 2.15 on Python 3.13 cannot compile `torch.cuda.amp.autocast(...)`, also without us.
 of_cuda = torch.cuda.amp.autocast
 if hasattr(torch, 'accelerator') and 'dtype' not in signature(of_cuda).parameters:
@@ -73,40 +74,38 @@ def train_compiled(compile_cfg, work_dir, row='sgd', **options):
     )
 
 
-@pytest.mark.skipif(shutil.which('gcc') is None, reason='inductor needs a C++ compiler')
-def test_two_ranks_of_inductor_equal_one_process(tmp_path):
-    compare(True, tmp_path)
+needs_compiler = pytest.mark.skipif(
+    shutil.which('gcc') is None, reason='inductor needs a C++ compiler'
+)
 
 
-def test_two_compiled_ranks_equal_one_process(tmp_path):
-    compare(dict(backend='aot_eager'), tmp_path)
-
-
-def compare(compile_cfg, folder):
-    ((expected, graphs, _),) = run_ranks(train_compiled, 0, False, folder / 'one')
+@pytest.mark.parametrize(
+    'compile_cfg',
+    [AOT_EAGER, pytest.param(True, marks=needs_compiler)],
+    ids=['aot_eager', 'inductor'],
+)
+def test_two_compiled_ranks_equal_one_process(tmp_path, compile_cfg):
+    ((expected, graphs, _),) = run_ranks(train_compiled, 0, False, tmp_path / 'one')
     assert graphs == 0
-    for weights, graphs, breaks in run_ranks(
-        train_compiled, 2, compile_cfg, folder / 'two', timeout=280
-    ):
+    found = run_ranks(train_compiled, 2, compile_cfg, tmp_path / 'two', timeout=280)
+    for weights, graphs, breaks in found:
         assert graphs > 0
         assert largest_difference(weights, expected) <= 1e-5
         # Of the averaging: MMEngine's own reasons are backward() and reading the losses.
         assert not [text for text in breaks if 'GradBucket' in text or 'collective' in text]
 
 
-def train_with_amp(compile_cfg, work_dir, norm):
-    options = dict(model=dict(type='CastsInside', norm=norm), sync_bn='auto')
+def train_with_amp(compile_cfg, work_dir):
+    options = dict(model=dict(type='CastsInside', norm=True), sync_bn='auto')
     options['custom_hooks'] = [dict(type='EMAHook', momentum=0.1)]
     return train_compiled(compile_cfg, work_dir, 'amp', **options)
 
 
-@pytest.mark.parametrize(('ranks', 'norm'), [(0, True), (2, True)])
-def test_mixed_precision_is_compiled(tmp_path, ranks, norm):
+@pytest.mark.parametrize('ranks', [0, 2])
+def test_mixed_precision_is_compiled(tmp_path, ranks):
     """MMEngine's own `autocast` parses versions, which the compiler refuses: InvalidVersion."""
-    eager = run_ranks(train_with_amp, ranks, False, tmp_path / 'eager', norm)
-    compiled = run_ranks(
-        train_with_amp, ranks, dict(backend='aot_eager'), tmp_path / 'compiled', norm
-    )
+    eager = run_ranks(train_with_amp, ranks, False, tmp_path / 'eager')
+    compiled = run_ranks(train_with_amp, ranks, AOT_EAGER, tmp_path / 'compiled')
     for (weights, graphs, breaks), (expected, _, _) in zip(compiled, eager):
         assert graphs > 0
         assert largest_difference(weights, expected) <= 1e-3
@@ -123,7 +122,7 @@ def test_parameter_groups_of_a_config_are_compiled(tmp_path):
     groups = dict(optimizer=adam, paramwise_cfg=dict(bias_decay_mult=0.0))
     options = dict(optim_wrapper=dict(type='OptimWrapper', **groups))
     found = []
-    for compile_cfg in (False, dict(backend='aot_eager')):
+    for compile_cfg in (False, AOT_EAGER):
         args = compile_cfg, tmp_path / str(bool(compile_cfg))
         found += run_ranks(partial(train_compiled, **options), 0, *args)
     assert found[1][1] > 0

@@ -44,20 +44,25 @@ class SeveralSets(BaseLoop):
         return metrics
 
 
-def validate_on_two_sets(accelerator, work_dir, load_from=None):
+def four_iterations(accelerator, work_dir, load_from=None, **options):
+    """A config that saves after two iterations, and goes on from a checkpoint."""
     install_card(accelerator)
-    cfg = digits_config(
+    return digits_config(
         accelerator,
         work_dir,
         train_cfg=dict(_delete_=True, by_epoch=False, max_iters=4, val_interval=2),
-        val_cfg=dict(type='SeveralSets'),
-        param_scheduler=None,
         default_hooks__checkpoint__interval=2,
         default_hooks__checkpoint__by_epoch=False,
         default_hooks__checkpoint__max_keep_ckpts=-1,
         load_from=load_from,
         resume=load_from is not None,
+        **options,
     )
+
+
+def validate_on_two_sets(accelerator, work_dir, load_from=None):
+    options = dict(val_cfg=dict(type='SeveralSets'), param_scheduler=None)
+    cfg = four_iterations(accelerator, work_dir, load_from, **options)
     sets = [dict(cfg.val_dataloader, dataset=dict(type='DigitsDataset', split='test'))]
     sets.append(dict(sets[0], batch_size=30))
     cfg.val_dataloader = sets
@@ -72,9 +77,8 @@ def validate_on_two_sets(accelerator, work_dir, load_from=None):
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 def test_validation_of_several_sets_is_saved_and_resumed(tmp_path, accelerator):
     whole = run_ranks(validate_on_two_sets, 2, accelerator, tmp_path / 'whole')
-    resumed = run_ranks(
-        validate_on_two_sets, 2, accelerator, tmp_path, str(tmp_path / 'whole' / 'iter_2.pth')
-    )
+    half = str(tmp_path / 'whole' / 'iter_2.pth')
+    resumed = run_ranks(validate_on_two_sets, 2, accelerator, tmp_path, half)
     for (weights, (first, second)), (again, metrics) in zip(whole, resumed):
         assert first == second > 0  # the same images, in other batches
         assert metrics == [first, second]
@@ -87,7 +91,7 @@ def test_validation_of_several_sets_is_saved_and_resumed(tmp_path, accelerator):
 
 @DATASETS.register_module()
 class Stream(IterableDataset):
-    """Images in a row: ``length`` of them, or without an end; it knows its place or does not."""
+    """Images in a row: ``length`` of them, or without an end; it does not know its place."""
 
     metainfo = dict(classes=tuple('0123456789'))
 
@@ -101,29 +105,15 @@ class Stream(IterableDataset):
             yield self.images[self.at % len(self.images)]
 
 
-@DATASETS.register_module()
-class StreamWithState(Stream):
-    def state_dict(self):
-        return dict(at=self.at)
-
-    def load_state_dict(self, state):
-        self.at = state['at']
-
-
 def train_on_stream(work_dir, dataset, load_from=None, options=()):
-    cfg = digits_config(
+    cfg = four_iterations(
         'cpu',
         work_dir,
+        load_from,
         train_dataloader__sampler=None,
         train_dataloader__dataset=dict(_delete_=True, **dataset),
-        train_cfg=dict(_delete_=True, by_epoch=False, max_iters=4, val_interval=4),
         param_scheduler=dict(_delete_=True, type='LinearLR', by_epoch=False, end=4),
         default_hooks__logger=dict(type='LoggerHook', interval=1),
-        default_hooks__checkpoint__interval=2,
-        default_hooks__checkpoint__by_epoch=False,
-        default_hooks__checkpoint__max_keep_ckpts=-1,
-        load_from=load_from,
-        resume=load_from is not None,
         **dict(options),
     )
     runner = RUNNERS.build(cfg)
@@ -132,13 +122,11 @@ def train_on_stream(work_dir, dataset, load_from=None, options=()):
 
 
 @pytest.mark.parametrize('length', [None, 64])
-@pytest.mark.parametrize('kind', ['Stream', 'StreamWithState'])
-def test_a_stream_trains_by_iterations_and_resumes(tmp_path, kind, length):
-    stream = dict(type=kind, length=length)
+def test_a_stream_trains_by_iterations_and_resumes(tmp_path, length):
+    """One that knows its place is in ``checkpoint/test_stateful_data.py``."""
+    stream, half = dict(type='Stream', length=length), str(tmp_path / 'whole' / 'iter_2.pth')
     (whole,) = run_ranks(train_on_stream, 1, tmp_path / 'whole', stream)
-    (again,) = run_ranks(
-        train_on_stream, 1, tmp_path, stream, str(tmp_path / 'whole' / 'iter_2.pth')
-    )
+    (again,) = run_ranks(train_on_stream, 1, tmp_path, stream, half)
     assert all((again[name] == whole[name]).all() for name in whole)
     log = log_of(tmp_path / 'whole')
     assert all(f'[{number}/4]' in log for number in (1, 2, 3, 4))

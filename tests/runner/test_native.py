@@ -1,29 +1,16 @@
 """Training where the collective backend takes tensors of its own device alone."""
 
-import os
 from functools import lru_cache
 
 import pytest
 
-from tests.checkpoint.training import train as train_noisy
 from tests.commands import CLI, python, run
 from tests.jobs import PLAIN, ROOT, largest_difference, log_of, train_digits
 from tests.native import CARDS, native_environment, needs_native, run_native
 from tests.parallel_jobs import train as train_spread
 from tests.ranks import run_ranks
-from tests.repos.coco import make_coco, retinanet
-from tests.repos.training import mean_losses, train_all
 
 pytestmark = [needs_native, pytest.mark.timeout(600)]
-
-
-def jobs(always, long=()):
-    """Cards and numbers of ranks: those that run always, and the rest."""
-    rest = [pytest.param(*case, marks=pytest.mark.long) for case in long]
-    return pytest.mark.parametrize(('name', 'ranks'), [*always, *rest])
-
-
-# digits -----------------------------------------------------------------------------------------
 
 
 def digits(accelerator, work_dir, collect_device):
@@ -54,9 +41,15 @@ def on_the_cpu(tmp_path_factory):
     return of
 
 
-@jobs(
-    [('npu', 2), ('sdaa', 2), ('neuron', 2), ('tpu', 2)],
-    long=[('npu', 1), ('npu', 4), ('mlu', 2), ('zeta', 4), ('tpu', 1), ('tpu', 4)],
+MORE = [('npu', 1), ('npu', 4), ('mlu', 2), ('zeta', 4), ('tpu', 1), ('tpu', 4)]
+
+
+@pytest.mark.parametrize(
+    ('name', 'ranks'),
+    [
+        *[('npu', 2), ('sdaa', 2), ('neuron', 2), ('tpu', 2)],
+        *(pytest.param(*case, marks=pytest.mark.long) for case in MORE),
+    ],
 )
 def test_digits(tmp_path, on_the_cpu, name, ranks):
     expected = on_the_cpu(ranks)
@@ -73,91 +66,6 @@ def test_digits(tmp_path, on_the_cpu, name, ranks):
     assert f"backend '{CARDS[name][1]}'" in text
 
 
-# resuming with dropout, EMA, clipping and statistics of each rank's own ----------------
-
-
-def noisy_twice(name, work_dir):
-    """A run, and one that begins in the middle of its second epoch."""
-    options = dict(
-        accelerator=name,
-        checkpoint=dict(interval=5, by_epoch=False),
-        train_dataloader__batch_size=4,
-        length=2,
-    )
-    whole = train_noisy(work_dir / 'whole', **options)
-    first = str(work_dir / 'whole' / f'iter_{5 if int(os.environ["WORLD_SIZE"]) > 2 else 10}.pth')
-    resumed = train_noisy(work_dir / 'resumed', resume=True, load_from=first, **options)
-    return whole, resumed
-
-
-@jobs([], long=[('npu', 4)])
-def test_resuming_gives_the_same_bits(tmp_path, name, ranks):
-    for whole, resumed in run_native(name, noisy_twice, ranks, name, tmp_path):
-        for key in ('weights', 'ema'):
-            assert largest_difference(whole[key], resumed[key]) == 0.0
-        assert whole['iter'] == resumed['iter'] > 0
-        assert whole['draws'] == resumed['draws']
-
-
-# models of other repositories ----------------
-
-
-def remote_sensing(accelerator, work_dir):
-    """Ten iterations of the example, and the last five again."""
-    from tests.repos.test_aerial_seg import train_example
-
-    options = {
-        'train_cfg.max_iters': 10,
-        'train_cfg.val_interval': 10,
-        'default_hooks.checkpoint.interval': 5,
-        'default_hooks.checkpoint.max_keep_ckpts': 3,
-        # AdamW makes of a rounding error in a small gradient a step as large as any.
-        'optim_wrapper.optimizer': dict(_delete_=True, type='SGD', lr=0.005, momentum=0.9),
-        'accelerator.type': accelerator,
-        'train_dataloader.batch_size': 8 // int(os.environ['WORLD_SIZE']),
-        'val_dataloader.dataset.tiles': 16,
-    }
-    name = 'remote_sensing_cpu.py'
-    whole = train_example(name, work_dir / 'whole', options)
-    half = dict(resume=True, load_from=str(work_dir / 'whole' / 'iter_5.pth'))
-    return whole, train_example(name, work_dir / 'resumed', dict(options, **half))
-
-
-@pytest.mark.operators
-@jobs([], long=[('npu', 2)])
-def test_remote_sensing(tmp_path, name, ranks):
-    expected, _ = run_ranks(remote_sensing, ranks, 'cpu', tmp_path / 'cpu', timeout=500)[0]
-    found = run_native(name, remote_sensing, ranks, name, tmp_path / name, timeout=500)
-    for rank, (whole, resumed) in enumerate(found):
-        assert whole['device'] == f'{name}:{rank}'
-        assert whole['losses'][-5:] == resumed['losses']
-        assert largest_difference(whole['weights'], expected['weights']) <= 1e-5
-        assert largest_difference(whole['weights'], resumed['weights']) == 0.0
-    assert found[0][0]['miou'] == pytest.approx(expected['miou'], abs=0.5)
-
-
-@pytest.mark.operators
-@jobs([], long=[('npu', 2), ('npu', 4)])
-def test_retinanet(tmp_path, name, ranks):
-    (tmp_path / 'coco').mkdir()
-    recipes = dict(retinanet=retinanet(make_coco(tmp_path / 'coco')))
-    expected = run_ranks(train_all, ranks, recipes, 'cpu', tmp_path / 'cpu', timeout=500)
-    found = run_native(name, train_all, ranks, recipes, name, tmp_path / name, timeout=500)
-    assert mean_losses(found, 'retinanet') == pytest.approx(
-        mean_losses(expected, 'retinanet'), abs=1e-5
-    )
-    for rank, mine in enumerate(found):
-        mine, theirs = mine['retinanet'], expected[rank]['retinanet']
-        assert mine['device'] == f'{name}:{rank}'
-        assert largest_difference(mine['weights'], theirs['weights']) <= 1e-5
-        assert mine['metrics'] == pytest.approx(theirs['metrics'], abs=0.02)
-        assert mine['tested'] == mine['metrics']
-        assert mine['resumed'] == mine['losses'][-len(mine['resumed']) :]
-
-
-# model parallel ----------------
-
-
 def spread(name, work_dir):
     # Statistics of all ranks, as one process has them.
     options = dict(accelerator__backend='auto', sync_bn='auto')
@@ -168,13 +76,12 @@ def spread(name, work_dir):
 DRIFT = 1e-3
 
 
-@jobs([('npu', 2)])
-def test_two_ranks_of_two_devices_each(tmp_path, name, ranks):
+def test_two_ranks_of_two_devices_each(tmp_path):
     (one,) = run_ranks(train_spread, 0, 'classifier', 'cpu', tmp_path / 'one')
-    found = run_native(name, spread, ranks, name, tmp_path / 'two')
+    found = run_native('npu', spread, 2, 'npu', tmp_path / 'two')
     for rank, result in enumerate(found):
         assert result['strategy'] == 'data_and_model_parallel'
-        assert result['devices'] == [f'{name}:{2 * rank}', f'{name}:{2 * rank + 1}']
+        assert result['devices'] == [f'npu:{2 * rank}', f'npu:{2 * rank + 1}']
         assert largest_difference(result['weights'], one['weights']) <= DRIFT
 
 

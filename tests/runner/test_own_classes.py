@@ -1,10 +1,12 @@
 """Classes of a repository's own in the places of MMEngine's: ours are put under them."""
 
 import re
+import shutil
 from functools import partial
 
 import pytest
 import torch
+from mmengine.config import Config
 from mmengine.hooks import CheckpointHook, Hook, IterTimerHook, LoggerHook
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import (
@@ -18,7 +20,13 @@ from mmengine.registry import (
 )
 from mmengine.runner import IterBasedTrainLoop, LogProcessor, Runner
 
-from mmdevplug import registry
+from mmdevplug import (
+    DeviceDistributedDataParallel,
+    DeviceRunner,
+    follow_runner_type,
+    init_device,
+    registry,
+)
 from mmdevplug.checkpoint import participants
 from mmdevplug.data.padding import padded_forward
 from mmdevplug.errors import DevPlugError, ModelError
@@ -160,13 +168,8 @@ class OwnRunner(Runner):
 
 
 def kinds_of_runners(work_dir):
-    from mmengine.config import Config
-
-    from mmdevplug import DeviceRunner, follow_runner_type
-
     follow_runner_type()
-    options = dict(length=1, train_dataloader__batch_size=2)
-    cfg = Config(config(work_dir, **options))
+    cfg = Config(config(work_dir, length=1, train_dataloader__batch_size=2))
     built = {}
     for name in ('OwnRunner', 'Runner'):
         cfg.runner_type = name
@@ -298,15 +301,9 @@ class Diverges(TwoSteps):
         return loss * (float('nan') if torch.distributed.get_rank() == 1 else 1.0), log_vars
 
 
-def take_two_steps(accelerator, work_dir, model, **options):
-    runner = build(
-        work_dir,
-        accelerator,
-        model=dict(type=model, norm=False),
-        custom_hooks=[],
-        length=2,
-        **options,
-    )
+def take_two_steps(accelerator, work_dir, model):
+    model = dict(type=model, norm=False)
+    runner = build(work_dir, accelerator, model=model, custom_hooks=[], length=2)
     runner.train()
     return runner.optim_wrapper._inner_count, runner.iter, trained_weights(runner)
 
@@ -321,8 +318,6 @@ def test_a_train_step_of_ones_own_is_called_on_ranks(tmp_path, accelerator):
 
 def average_by_hand():
     """Two updates by the model's own step; and what averaged gradients of both ranks give."""
-    from mmdevplug import DeviceDistributedDataParallel, init_device
-
     context = init_device('pytorch', 'cpu')
     torch.manual_seed(0)
     model, expected = (TwoSteps(dropout=0.0, norm=False) for _ in range(2))
@@ -465,17 +460,11 @@ class HooksOnce(NoisyModel):
         return result
 
 
-def hook_once(work_dir, length, resume):
-    model = dict(type='HooksOnce')
-    options = dict(custom_hooks=[], log_level='INFO')
-    runner = build(work_dir, model=model, length=length, resume=resume, **options)
-    runner.train()
-    return weights_of(runner.model), max(work_dir.glob('*/*.log')).read_text()
-
-
 def test_what_a_process_has_yet_to_do_is_not_taken_for_done(tmp_path):
-    hook_once(tmp_path, 1, False)
-    _, log = hook_once(tmp_path, 2, True)
+    options = dict(model=dict(type='HooksOnce'), custom_hooks=[], log_level='INFO')
+    train(tmp_path, length=1, **options)
+    train(tmp_path, length=2, resume=True, **options)
+    log = max(tmp_path.glob('*/*.log')).read_text()
     assert 'Not restored: model._hook_installed=True.' in log
     assert 'inited' not in log
 
@@ -543,21 +532,17 @@ class CallsMMEngines(IterBasedTrainLoop):
         return super().run()
 
 
-def run_by_iterations(work_dir, length, resume, kind, **options):
-    runner = build(
+def run_by_iterations(work_dir, length, resume=False, **loop):
+    without = dict(val_cfg=None, val_dataloader=None, val_evaluator=None, param_scheduler=None)
+    found = train(
         work_dir,
         by_epoch=False,
-        train_cfg=dict(type=kind, max_iters=length, **options),
-        val_cfg=None,
-        val_dataloader=None,
-        val_evaluator=None,
-        param_scheduler=None,
+        train_cfg=dict(loop, max_iters=length),
         checkpoint=dict(by_epoch=False, interval=4),
         resume=resume,
+        **without,
     )
-    runner.train()
-    newest = max(work_dir.glob('*/*.log'))
-    return weights_of(runner.model), newest.read_text()
+    return found['weights'], max(work_dir.glob('*/*.log')).read_text()
 
 
 @pytest.mark.parametrize(
@@ -565,43 +550,28 @@ def run_by_iterations(work_dir, length, resume, kind, **options):
     [('OwnRun', {}, True), ('CallsMMEngines', {}, True), ('OwnRun', dict(drops=True), False)],
 )
 def test_a_loop_with_a_run_of_its_own_goes_on(tmp_path, kind, options, exact):
-    ((whole, _),) = run_ranks(run_by_iterations, 0, tmp_path / 'a', 8, False, kind)
-    run_ranks(run_by_iterations, 0, tmp_path / 'b', 4, False, kind)
-    ((found, log),) = run_ranks(
-        partial(run_by_iterations, **options), 0, tmp_path / 'b', 8, True, kind
-    )
+    run = partial(run_by_iterations, type=kind)
+    ((whole, _),) = run_ranks(run, 0, tmp_path / 'a', 8)
+    run_ranks(run, 0, tmp_path / 'b', 4)
+    ((found, log),) = run_ranks(partial(run, resume=True, **options), 0, tmp_path / 'b', 8)
     assert (largest_difference(whole, found) == 0.0) == exact
     assert ('OwnRun.run() has dropped 4 batches' in log) != exact
 
 
-# two checkpoint hooks ------------------------------------------------------------------------
-
-
-def with_two_hooks(work_dir, length, resume=False):
+def test_two_checkpoint_hooks_write_and_either_resumes(tmp_path):
     by_iteration = dict(
         type='CheckpointHook', by_epoch=False, interval=5, filename_tmpl='it_{}.pth'
     )
-    runner = build(work_dir, length=length, custom_hooks=[by_iteration], resume=resume)
-    runner.train()
-    return weights_of(runner.model), runner.iter
-
-
-def test_two_checkpoint_hooks_write_and_either_resumes(tmp_path):
-    ((whole, iterations),) = run_ranks(with_two_hooks, 0, tmp_path / 'whole', 2)
-    names = sorted(each.name for each in (tmp_path / 'whole').glob('*.pth'))
-    assert {'epoch_1.pth', 'epoch_2.pth', 'it_5.pth', 'it_10.pth'} <= set(names)
+    run = partial(train, length=2, custom_hooks=[by_iteration])
+    (whole,) = run_ranks(run, 0, tmp_path / 'whole')
+    written = ('epoch_1.pth', 'epoch_2.pth', 'it_5.pth', 'it_10.pth', 'it_15.pth')
+    assert {*written} <= {each.name for each in (tmp_path / 'whole').glob('*.pth')}
     for name in ('epoch_1.pth', 'it_5.pth', 'it_15.pth'):
-        if name not in names:
-            continue
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / name).write_bytes((tmp_path / 'whole' / name).read_bytes())
-        ((found, count),) = run_ranks(with_two_hooks, 0, folder, 2, True)
-        assert count == iterations
-        assert largest_difference(whole, found) == 0.0, name
-
-
-# a loop that counts something else -----------------------------------------------------------
+        (tmp_path / name).mkdir()
+        shutil.copy(tmp_path / 'whole' / name, tmp_path / name)
+        (found,) = run_ranks(partial(run, resume=True), 0, tmp_path / name)
+        assert found['iter'] == whole['iter']
+        assert largest_difference(whole['weights'], found['weights']) == 0.0, name
 
 
 def test_iterations_that_are_resumed_by_epochs(tmp_path):
@@ -623,9 +593,6 @@ def count_epochs(work_dir):
     )
     runner.train()
     return seen[0], seen[-1][-1], max(work_dir.glob('*/*.log')).read_text()
-
-
-# code that names CUDA ------------------------------------------------------------------------
 
 
 @MODELS.register_module(force=True)

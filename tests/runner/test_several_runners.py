@@ -8,6 +8,7 @@ from mmengine.registry import RUNNERS
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import context_of, device_context, enter_rank_device, rank_context
+from mmdevplug.accelerators.backend import group_device
 from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.errors import LaunchError
 from tests.jobs import PLAIN, digits_config, install_card, largest_difference, trained_weights
@@ -36,19 +37,18 @@ class FailOnce(Hook):
             raise ValueError('in after_train')
 
 
-def build(accelerator, work_dir, hooks=()):
+def build(accelerator, work_dir):
     install_card(accelerator)
     cfg = digits_config(accelerator, work_dir, **PLAIN)
     cfg.train_dataloader.batch_size = 64
     cfg.train_cfg.max_epochs = 1
-    runner = RUNNERS.build(cfg)
+    return RUNNERS.build(cfg)
+
+
+def train(accelerator, work_dir, *hooks):
+    runner = build(accelerator, work_dir)
     for hook in hooks:
         runner.register_hook(hook)
-    return runner
-
-
-def train(accelerator, work_dir, hooks=()):
-    runner = build(accelerator, work_dir, hooks)
     runner.train()
     assert device_context() is runner.device_context
     return trained_weights(runner)
@@ -58,8 +58,7 @@ def train_twice_as_long(accelerator, work_dir):
     runner = build(accelerator, work_dir)
     runner.train()
     iterations = runner.iter
-    weights = trained_weights(runner)
-    first = {name: value.copy() for name, value in weights.items()}
+    first = {name: value.copy() for name, value in trained_weights(runner).items()}
     runner.train_loop._max_epochs = 2
     runner.train()
     assert runner.iter == 2 * iterations
@@ -74,41 +73,27 @@ def test_a_second_train_goes_on(tmp_path, accelerator, ranks):
         assert largest_difference(second, results[0][1]) == 0
 
 
-def train_two_runners(accelerator, work_dir):
-    first = train(accelerator, work_dir / 'first')
+def train_several(accelerator, work_dir):
+    """Train a runner, another one, two that fail, and one more."""
+    errors, weights = [], [train(accelerator, work_dir / 'first')]
     context = device_context()
-    second = train(accelerator, work_dir / 'second')
+    weights.append(train(accelerator, work_dir / 'second'))
     assert device_context() is not context
     assert device_context().device == context.device
-    return first, second
-
-
-@JOBS
-def test_a_second_runner_computes_the_same(tmp_path, accelerator, ranks):
-    results = run_ranks(train_two_runners, ranks, accelerator, tmp_path)
-    for first, second in results:
-        assert largest_difference(first, second) == 0
-        assert largest_difference(first, results[0][0]) == 0
-
-
-def train_after_failures(accelerator, work_dir):
-    errors = []
     for place in ('after_train_iter', 'after_train'):
         try:
-            train(accelerator, work_dir / place, [FailOnce(place)])
+            train(accelerator, work_dir / place, FailOnce(place))
         except Exception as error:
             errors.append(f'{type(error).__name__}: {error}')
-    return errors, train(accelerator, work_dir / 'whole')
+    return errors, [*weights, train(accelerator, work_dir / 'last')]
 
 
 @JOBS
-def test_a_runner_after_failed_ones_computes_the_same(tmp_path, accelerator, ranks):
-    expected = run_ranks(train, ranks, accelerator, tmp_path / 'expected')
-    for rank, (errors, weights) in enumerate(
-        run_ranks(train_after_failures, ranks, accelerator, tmp_path)
-    ):
-        assert largest_difference(weights, expected[0]) == 0
-        in_iteration, at_the_end = errors
+def test_runners_after_others_and_failed_ones_compute_the_same(tmp_path, accelerator, ranks):
+    results = run_ranks(train_several, ranks, accelerator, tmp_path)
+    expected = results[0][1][0]
+    for rank, ((in_iteration, at_the_end), weights) in enumerate(results):
+        assert [largest_difference(each, expected) for each in weights] == [0, 0, 0]
         assert in_iteration == 'ValueError: in after_train_iter'
         assert at_the_end.startswith('ValueError' if rank == ranks - 1 else 'RankFailedError')
         assert 'in after_train' in at_the_end
@@ -133,10 +118,6 @@ def test_each_runner_keeps_its_context(tmp_path):
 
 def start_group_after_choosing():
     """As under a stock runner: a script asks for the device before the process group exists."""
-    from torch import distributed as torch_dist
-
-    from mmdevplug.accelerators.backend import group_device
-
     install_card('zeta')
     before = str(enter_rank_device('zeta')[1])
     torch_dist.init_process_group('gloo')

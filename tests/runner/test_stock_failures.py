@@ -7,6 +7,7 @@ from mmengine.runner import Runner
 from torch import distributed as torch_dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mmdevplug import DeviceDistributedDataParallel, init_device
 from tests.jobs import (
     PLAIN,
     digits_config,
@@ -25,27 +26,27 @@ SEED_WRAPPER = dict(
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason='is about machines without CUDA')
 
 
-def run_stock(work_dir, wrapper, group_exists):
-    """MMEngine's own runner on the digits example over gloo."""
-    if group_exists:
-        torch_dist.init_process_group('gloo')
-    cfg = digits_config('cpu', work_dir, **PLAIN)
-    cfg.pop('accelerator')  # which no runner of MMEngine's passes over
-    cfg.runner_type = 'Runner'
-    cfg.env_cfg = dict(dist_cfg=dict(backend='gloo'))
-    if wrapper is not None:
-        cfg.model_wrapper_cfg = dict(wrapper)
-    RUNNERS.build(cfg).train()
-
-
-def run_ours(work_dir, wrapper, accelerator='cpu'):
-    """The same with our runner."""
+def config(accelerator, work_dir, wrapper, stock=False):
+    """The digits example over gloo, for our runner or MMEngine's own."""
     install_card(accelerator)
     cfg = digits_config(accelerator, work_dir, **PLAIN)
     cfg.env_cfg = dict(dist_cfg=dict(backend='gloo'))
+    if stock:
+        cfg.pop('accelerator')  # which no runner of MMEngine's passes over
+        cfg.runner_type = 'Runner'
     if wrapper is not None:
         cfg.model_wrapper_cfg = dict(wrapper)
-    runner = RUNNERS.build(cfg)
+    return cfg
+
+
+def run_stock(work_dir, wrapper, group_exists):
+    if group_exists:
+        torch_dist.init_process_group('gloo')
+    RUNNERS.build(config('cpu', work_dir, wrapper, stock=True)).train()
+
+
+def run_ours(work_dir, wrapper, accelerator):
+    runner = RUNNERS.build(config(accelerator, work_dir, wrapper))
     runner.train()
     return str(next(runner.model.parameters()).device), runner.model.device_ids
 
@@ -88,20 +89,15 @@ def test_gloo_refuses_the_tensors_of_a_card(tmp_path):
 
 def stock_with_our_wrapper(work_dir, accelerator):
     """MMEngine's runner, where the model's wrapper alone is ours."""
-    import mmdevplug
-    from mmdevplug import init_device
-
     install_card(accelerator)
     init_device('pytorch', accelerator)
-    cfg = digits_config(accelerator, work_dir, **PLAIN)
-    cfg.pop('accelerator')
-    cfg.runner_type = 'Runner'
+    wrapper = dict(type='DeviceDistributedDataParallel', broadcast_buffers=False)
+    cfg = config(accelerator, work_dir, wrapper, stock=True)
     cfg.custom_imports = dict(imports=['mmdevplug'])
-    cfg.model_wrapper_cfg = dict(type='DeviceDistributedDataParallel', broadcast_buffers=False)
     cfg.train_dataloader.batch_size = 64
     runner = RUNNERS.build(cfg)
     assert type(runner) is Runner
-    assert isinstance(runner.model, mmdevplug.DeviceDistributedDataParallel)
+    assert isinstance(runner.model, DeviceDistributedDataParallel)
     runner.train()
     return weights_of(runner.model.module)
 

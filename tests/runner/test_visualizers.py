@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from mmengine.config import Config
+from mmengine.registry import RUNNERS
 
 from mmdevplug.cli import train
 from tests.cli.running import DIGITS
@@ -21,12 +21,7 @@ default_hooks = dict(checkpoint=dict(interval=1), logger=dict(interval=5))
 def job(folder, *arguments):
     """Train in a rank; the files that this rank's visualizer has open."""
     words = [str(folder / 'config.py'), '--launcher', 'pytorch', '--work-dir', str(folder / 'out')]
-    args = train.build_parser().parse_args([*words, *arguments])
-    cfg = train.configure(args)
-    assert isinstance(cfg, Config)
-    from mmengine.registry import RUNNERS
-
-    runner = RUNNERS.build(cfg)
+    runner = RUNNERS.build(train.configure(train.build_parser().parse_args([*words, *arguments])))
     runner.train()
     return [backend._env_initialized for backend in runner.visualizer._vis_backends.values()]
 
