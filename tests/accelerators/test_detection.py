@@ -391,15 +391,6 @@ def test_error_inside_an_accelerator_is_not_taken_for_a_wrong_option(monkeypatch
         assert 'cpu' in available_accelerators()
 
 
-def test_options_reach_the_accelerator(monkeypatch):
-    monkeypatch.setattr(torch, 'mlu', card_module(), raising=False)
-    accelerator = get_accelerator(
-        dict(type='mlu', native_backend='own', visible_devices_env='OWN_DEVICES')
-    )
-    assert accelerator.native_backend == 'own'
-    assert accelerator.describe_visibility() == 'OWN_DEVICES is not set'
-
-
 # GCU -----------------------------------------------------------------------------------------
 
 
