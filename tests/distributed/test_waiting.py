@@ -7,8 +7,13 @@ from datetime import timedelta
 import pytest
 from torch import distributed as torch_dist
 
+from mmdevplug import init_device
 from mmdevplug.distributed.process_group import to_timeout
+from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
 from mmdevplug.errors import LaunchError
+from mmdevplug.fault_tolerance import failure, failure_watch
+from mmdevplug.fault_tolerance.failure import enter_phase
+from mmdevplug.fault_tolerance.store_barrier import wait_until
 from tests.jobs import torch_before
 from tests.ranks import RanksFailed, run_ranks
 
@@ -20,15 +25,11 @@ def errors_of(function, world_size, *args):
 
 
 def start(timeout=60):
-    from mmdevplug import init_device
-
     init_device('pytorch', 'cpu', timeout=timeout)
     return int(os.environ['RANK'])
 
 
 def meet_and_run():
-    from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
-
     rank, called = start(), []
     results = [
         run_on_main('counting', lambda: called.append(rank) or dict(n=len(called)))
@@ -46,9 +47,6 @@ def test_only_rank_0_runs_and_all_get_the_result():
 
 
 def wait_often():
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure
-
     rank, order, keys = start(), [], []
     store, _ = failure.current_job()
     if torch_before('1.12.0'):
@@ -72,8 +70,6 @@ def test_waiting_in_every_iteration_leaves_nothing_more_in_the_store():
 
 
 def test_a_single_process_waits_for_nobody():
-    from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
-
     wait_for_everyone('nothing')
     assert run_on_main('counting', lambda: (1, 2)) == (1, 2)
     with pytest.raises(ZeroDivisionError):
@@ -81,10 +77,6 @@ def test_a_single_process_waits_for_nobody():
 
 
 def wait_for_rank_2(seconds):
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure_watch
-    from mmdevplug.fault_tolerance.failure import enter_phase
-
     failure_watch.REPORT_SECONDS = 2.0
     messages = []
     failure_watch.say = messages.append
@@ -105,9 +97,6 @@ def test_a_rank_that_waits_says_for_whom():
 
 
 def come_too_late():
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import enter_phase
-
     rank = start()
     enter_phase('reading annotations')
     if rank == 1:
@@ -128,10 +117,6 @@ def test_a_timeout_names_the_missing_rank_on_all():
 
 def give_up_waiting():
     """Rank 0 stops waiting for a counter, which changes just after."""
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure
-    from mmdevplug.fault_tolerance.store_barrier import wait_until
-
     rank = start()
     store, _ = failure.current_job()
     store.set(f'value/{rank}', f'of rank {rank}')
@@ -153,8 +138,6 @@ def test_a_wait_that_timed_out_leaves_the_store_usable():
 
 
 def fail_on_main():
-    from mmdevplug.distributed.waiting import run_on_main
-
     start()
     run_on_main('saving epoch_1.pth', lambda: os.stat('/nowhere/epoch_1.pth').st_size)
 
@@ -171,9 +154,6 @@ def test_an_error_of_rank_0_ends_all():
 
 
 def die_while_others_wait(dying):
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import enter_phase
-
     rank = start()
     enter_phase('data preparation')
     time.sleep(6)  # for the phase to be known
@@ -193,8 +173,6 @@ def test_a_rank_that_dies_while_others_wait(dying):
 
 
 def wait_under_a_foreign_process_group():
-    from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
-
     torch_dist.init_process_group('gloo', timeout=timedelta(seconds=60))
     wait_for_everyone('first batch')
     found = run_on_main('counting', lambda: [1, 2])
@@ -207,8 +185,6 @@ def test_under_a_process_group_that_is_not_ours():
 
 
 def wait_for_minus_one():
-    from mmdevplug.distributed.waiting import wait_for_everyone
-
     start()
     wait_for_everyone('first batch', timeout=-1)
 

@@ -13,7 +13,13 @@ import torch
 from mmengine.registry import RUNNERS
 from torch import distributed as torch_dist, nn
 
+from mmdevplug import init_device
+from mmdevplug.accelerators import CPUAccelerator
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.fault_tolerance import failure_watch
+from mmdevplug.fault_tolerance.failure import current_watch, fail_together
 from mmdevplug.fault_tolerance.host_events import HostEvents
+from mmdevplug.fault_tolerance.stop_together import StopAgreement
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config, install_card
 from tests.ranks import RanksFailed, free_port, launch_variables, run_ranks
 
@@ -28,8 +34,6 @@ def errors_of(function, world_size, *args, **kwargs):
 
 
 def init(accelerator='cpu', backend=None, timeout=30):
-    from mmdevplug import init_device
-
     if accelerator not in ('cpu', 'nowhere'):
         install_card(accelerator)
     context = init_device('pytorch', accelerator, forced_backend=backend, timeout=timeout)
@@ -54,8 +58,6 @@ def test_unknown_accelerator_ends_all_ranks_with_what_there_is():
 
 
 def init_where_rank_1_has_another_name(rank_1):
-    from mmdevplug import init_device
-
     return init_device('pytorch', rank_1 if os.environ['RANK'] == '1' else 'cpu', timeout=30)
 
 
@@ -73,9 +75,6 @@ def test_one_rank_without_its_device_ends_all_with_its_name():
 
 
 def init_with_broken_card_on_rank_1():
-    from mmdevplug import init_device
-    from mmdevplug.accelerators import CPUAccelerator
-
     broken = CPUAccelerator()
     broken.copies.to_host = lambda tensors: [tensor * float('nan') for tensor in tensors]
     return init_device('pytorch', broken if os.environ['RANK'] == '1' else 'cpu', timeout=30)
@@ -124,8 +123,6 @@ def test_bad_launch_variables_name_themselves(variable, value):
 
 
 def init_with(options):
-    from mmdevplug import init_device
-
     return init_device('pytorch', 'cpu', timeout=30, **options).backend
 
 
@@ -203,8 +200,6 @@ def test_a_loss_that_reaches_no_parameter(tmp_path, accelerator):
 
 
 def die_without_a_word():
-    from mmdevplug.fault_tolerance.failure import fail_together
-
     init(timeout=60)
     with fail_together('training'):
         if torch_dist.get_rank() == 1:
@@ -255,9 +250,6 @@ def test_a_rank_that_leaves_by_itself_was_not_killed():
 
 
 def fail_and_go_on():
-    from mmdevplug.fault_tolerance import failure_watch
-    from mmdevplug.fault_tolerance.failure import fail_together
-
     failure_watch.GRACE_SECONDS = 1.0  # the others fail, too, and read no report
     init()
     with pytest.raises(ValueError, match='everywhere'), fail_together('a test'):
@@ -307,10 +299,6 @@ def test_restarts_that_torchrun_does_not_count():
 
 def go_on_after_failures():
     """Fail everywhere, rank 1 later than rank 0; then not at all, on rank 1 alone, not at all."""
-    from mmdevplug import init_device
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import fail_together
-
     rank = int(os.environ['RANK'])
     init_device('pytorch', 'cpu', timeout=30)
     seen = []
@@ -340,9 +328,6 @@ def test_a_failure_of_all_ranks_is_forgotten_when_the_process_goes_on():
 
 
 def start_and_fail():
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import fail_together
-
     with fail_together('the job'):
         init()
         if os.environ['RANK'] == '1':
@@ -357,8 +342,6 @@ def test_a_failure_after_the_start_inside_one_context_is_reported():
 
 
 def fail_with_a_note(folder):
-    from mmdevplug.fault_tolerance.failure import current_watch, fail_together
-
     init()
     note = folder / f'{os.environ["RANK"]}.json'
     os.environ.update(TORCHELASTIC_RUN_ID='a job', TORCHELASTIC_ERROR_FILE=str(note))
@@ -399,8 +382,6 @@ class Watch:
 
 
 def test_a_stop_agreement_uses_the_keys_of_its_training():
-    from mmdevplug.fault_tolerance.stop_together import StopAgreement
-
     store = torch_dist.HashStore()
     watch = Watch(store)
     first, second = StopAgreement(watch), StopAgreement(watch)
@@ -414,8 +395,6 @@ def test_a_stop_agreement_uses_the_keys_of_its_training():
 
 
 def test_a_stop_comes_after_the_iteration_of_the_rank_that_is_ahead():
-    from mmdevplug.fault_tolerance.stop_together import StopAgreement
-
     store = torch_dist.HashStore()
     ahead, behind = (StopAgreement(Watch(store, rank, 2)) for rank in (0, 1))
     behind.request('a test')

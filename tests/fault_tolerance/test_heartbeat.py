@@ -10,7 +10,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from torch import distributed as torch_dist, ones
 
+from mmdevplug import init_device
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.fault_tolerance import failure, failure_watch
+from mmdevplug.fault_tolerance.failure import enter_phase
+from mmdevplug.fault_tolerance.heartbeat import SILENT_SECONDS, Beat, Heartbeat
 from tests.jobs import torch_before
 from tests.ranks import (
     RanksFailed,
@@ -30,17 +36,11 @@ def errors_of(function, world_size, *args):
 
 
 def start(**options):
-    from mmdevplug import init_device
-    from mmdevplug.fault_tolerance import failure
-
     init_device('pytorch', 'cpu', **dict(dict(timeout=60), **options))
     return int(os.environ['RANK']), failure.current_watch()
 
 
 def look_at_each_other():
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import enter_phase
-
     rank, watch = start()
     enter_phase(f'phase of rank {rank}')
     deadline = time.monotonic() + 30
@@ -69,8 +69,6 @@ def test_each_rank_knows_what_the_other_does():
 
 def beat_while_blocked():
     """The main thread waits in the store; beats must go on."""
-    from mmdevplug.distributed.waiting import wait_for_everyone
-
     rank, watch = start()
     counts = []
     if rank == 0:
@@ -88,9 +86,6 @@ def test_a_main_thread_that_waits_in_the_store_beats():
 
 def share_the_connection(locked):
     """Four threads beside the one that beats use its connection to the store."""
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure
-
     if locked:
         failure.THREADS_SHARE_STORES = False
     rank, watch = start()
@@ -127,8 +122,6 @@ def test_threads_share_a_connection_to_the_store(locked):
 
 def count_operations(seconds):
     """What an idle rank asks of the store."""
-    from mmdevplug.distributed.waiting import wait_for_everyone
-
     _, watch = start()
     count = [0]
     own = watch.watch_store
@@ -169,9 +162,6 @@ _open = []
 
 def freeze(stopped_rank, output):
     """A process that is stopped neither dies nor beats."""
-    from mmdevplug.fault_tolerance import failure, failure_watch
-    from mmdevplug.fault_tolerance.failure import enter_phase
-
     output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -207,10 +197,6 @@ def test_a_rank_that_is_silent_ends_the_others(tmp_path):
 
 
 def hang():
-    from torch import distributed as torch_dist, ones
-
-    from mmdevplug.fault_tolerance import failure, failure_watch
-    from mmdevplug.fault_tolerance.failure import enter_phase
 
     failure_watch.STOP_SECONDS = 3.0
     rank, _ = start(timeout=8)
@@ -236,23 +222,17 @@ def test_a_collective_that_times_out_names_who_hangs():
 
 
 def test_the_clock_stands_while_the_process_does():
-    from mmdevplug.fault_tolerance.heartbeat import Heartbeat
-
     clock = Heartbeat(None, SimpleNamespace(rank=0), longest_step=0.1)
     time.sleep(0.5)
     assert clock.tick() == pytest.approx(0.1)
 
 
 def test_beats_are_json():
-    from mmdevplug.fault_tolerance.heartbeat import Beat
-
     beat = Beat(1, 'running', 'set-up', 0.5, 'host', 7, 'table', 'a.py:1 in f', 60.0)
     assert Beat(*json.loads(json.dumps(beat))) == beat
 
 
 def test_a_rank_is_described_with_its_silence():
-    from mmdevplug.fault_tolerance.heartbeat import SILENT_SECONDS, Beat, Heartbeat
-
     heartbeat = Heartbeat(None, SimpleNamespace(rank=0, world_size=2), 0.1)
     beat = Beat(1, 'running', 'epoch 3', 0.5, 'elsewhere', 7, 'of another host', '', 60.0)
     heartbeat.seen[1] = beat
@@ -265,10 +245,6 @@ def test_a_rank_is_described_with_its_silence():
 def hold_the_interpreter(report):
     """A rank whose thread cannot beat for long, and then is stopped."""
     import ctypes
-
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure, failure_watch
-    from mmdevplug.fault_tolerance.failure import enter_phase
 
     output = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

@@ -11,8 +11,14 @@ import pytest
 import torch
 from torch import distributed as torch_dist, nn
 
+from mmdevplug import init_device
+from mmdevplug.distributed import process_group
+from mmdevplug.fault_tolerance import failure_watch
+from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.fault_tolerance.heartbeat import list_numbers
 from mmdevplug.fault_tolerance.stack_place import describe_error, describe_stack
+from mmdevplug.model.norm_layers import convert_norm_layers
+from mmdevplug.samples import gather_samples
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -87,10 +93,6 @@ def test_numbers_of_ranks():
 
 
 def pass_over_a_layer():
-    from mmdevplug import init_device
-    from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
-    from mmdevplug.model.norm_layers import convert_norm_layers
-
     context = init_device('pytorch', 'cpu', timeout=5)
     head = nn.Sequential(nn.Conv2d(3, 2, 1), nn.SyncBatchNorm(2))
     net = convert_norm_layers(nn.Sequential(head), context.accelerator, context.device)
@@ -113,8 +115,6 @@ def test_ranks_in_different_collectives_say_where_each_is():
 
 
 def start(timeout):
-    from mmdevplug import init_device
-
     init_device('pytorch', 'cpu', timeout=timeout)
 
 
@@ -131,11 +131,6 @@ def test_a_start_names_the_ranks_that_are_missing():
 
 def gather_late():
     """The lines that ranks print while rank 1 does something else."""
-    from mmdevplug import init_device
-    from mmdevplug.fault_tolerance import failure_watch
-    from mmdevplug.fault_tolerance.failure import enter_phase
-    from mmdevplug.samples import gather_samples
-
     said = []
     failure_watch.say = said.append
     failure_watch.REPORT_SECONDS = 2.0
@@ -158,8 +153,6 @@ def test_gathering_samples_says_for_whom_it_waits():
 
 
 def connect_early():
-    from mmdevplug.distributed import process_group
-
     said = []
     process_group.say, process_group.REPORT_SECONDS = said.append, 2.0
     if int(os.environ['RANK']) == 0:
