@@ -17,10 +17,12 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
+from mmdevplug import init_device
 from mmdevplug.cli import hosts, launch
 from mmdevplug.environments.launch_variables import refuse_to_run_alone
-from mmdevplug.errors import LaunchError
+from mmdevplug.errors import DevPlugError, LaunchError
 from tests.commands import python
 from tests.jobs import PATHS
 from tests.ranks import PRELOAD, free_port
@@ -146,9 +148,6 @@ def clean_environment():
 
 def start(case):
     """In a process of its own: start and say what came of it."""
-    from mmdevplug import init_device
-    from mmdevplug.errors import DevPlugError
-
     try:
         context = init_device(case['launcher'], 'cpu', timeout=case['timeout'])
     except DevPlugError as error:
@@ -217,8 +216,6 @@ def in_fork(case, port):
 
 def main(first, folder):
     """Run every so manieth case; one line of JSON for each."""
-    import torch
-
     for module in PRELOAD:
         __import__(module)
     torch.set_num_threads(1)

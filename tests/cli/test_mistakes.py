@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mmdevplug
-from mmdevplug import DeviceDistributedDataParallel
+from mmdevplug import DeviceDistributedDataParallel, init_device
 from mmdevplug.accelerators.detection import is_missing
 from mmdevplug.checks.config_errors import explain_config
 from mmdevplug.cli import common, main as command, test, train
@@ -232,8 +232,6 @@ def test_lazy_layers_may_wait_in_a_single_process():
 
 
 def wrap_all():
-    from mmdevplug import init_device
-
     init_device('pytorch', 'cpu', timeout=60)
     found = []
     for module in (nn.LazyLinear(3), nn.Linear(2, 2).to('meta'), lambda x: x):

@@ -6,8 +6,10 @@ import sys
 import card
 import pytest
 import torch
+from torch import distributed as torch_dist
 
 from benchmarks.hosts import Hosts, HostsError, available, counter_file, run_ranks
+from mmdevplug import DeviceDistributedDataParallel, init_device
 from tests.jobs import install_card, largest_difference, load_file, torch_before
 from tests.on_hosts import run_on_hosts
 
@@ -48,9 +50,6 @@ class Training:
 
 def work(accelerator, options, folder):
     """A rank: train, and count what its host sends."""
-    from torch import distributed as torch_dist
-
-    from mmdevplug import DeviceDistributedDataParallel, init_device
 
     install_card(accelerator)
     context = init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)

@@ -12,6 +12,9 @@ import threading
 import pytest
 from torch import distributed as torch_dist
 
+from mmdevplug import init_device
+from mmdevplug.distributed import process_group
+from mmdevplug.fault_tolerance import failure
 from tests.jobs import PATHS, ROOT
 from tests.ranks import run_ranks
 
@@ -37,10 +40,6 @@ def test_no_rank_ends_with_another_status():
 
 def end(failing, late=False):
     """Whether a process group exists, and which threads, after each step of an ordinary end."""
-    from mmdevplug import init_device
-    from mmdevplug.distributed import process_group
-    from mmdevplug.fault_tolerance import failure
-
     init_device('pytorch', 'cpu', timeout=60)
     torch_dist.barrier()
     watch = failure.current_watch()
