@@ -10,18 +10,12 @@ from torch import distributed as torch_dist
 from mmdevplug import init_device
 from mmdevplug.distributed.process_group import to_timeout
 from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
-from mmdevplug.errors import LaunchError
 from mmdevplug.fault_tolerance import failure, failure_watch
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.fault_tolerance.store_barrier import wait_until
+from tests.fault_tolerance.blaming import check_errors
 from tests.jobs import torch_before
-from tests.ranks import RanksFailed, run_ranks
-
-
-def errors_of(function, world_size, *args):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(function, world_size, *args, together=True)
-    return raised.value.errors
+from tests.ranks import errors_of_ranks, run_ranks
 
 
 def start(timeout=60):
@@ -105,14 +99,16 @@ def come_too_late():
 
 
 def test_a_timeout_names_the_missing_rank_on_all():
-    errors = errors_of(come_too_late, 3)
+    errors = errors_of_ranks(come_too_late, 3, together=True)
     assert sorted(errors) == [0, 1, 2]
-    for kind, message, _ in errors.values():
-        assert kind == 'RankFailedError'
-        assert 'because of rank 1 of 3' in message
-        assert "in 'reading annotations'" in message
-        assert "missing after 3 s at 'data preparation'" in message
-        assert 'env_cfg.dist_cfg.timeout' in message
+    check_errors(
+        errors,
+        'RankFailedError',
+        'because of rank 1 of 3',
+        "in 'reading annotations'",
+        "missing after 3 s at 'data preparation'",
+        'env_cfg.dist_cfg.timeout',
+    )
 
 
 def give_up_waiting():
@@ -143,14 +139,12 @@ def fail_on_main():
 
 
 def test_an_error_of_rank_0_ends_all():
-    errors = errors_of(fail_on_main, 3)
-    assert errors[0][0] == 'FileNotFoundError'
-    for rank in (1, 2):
-        kind, message, _ = errors[rank]
-        assert kind == 'RankFailedError'
-        assert 'rank 0 of 3 on host' in message
-        assert "1 of 3 ranks failed in 'saving epoch_1.pth':" in message
-        assert 'FileNotFoundError' in message
+    errors = errors_of_ranks(fail_on_main, 3, together=True)
+    assert errors.pop(0)[0] == 'FileNotFoundError'
+    assert sorted(errors) == [1, 2]
+    words = ('rank 0 of 3 on host', 'FileNotFoundError')
+    failed = "1 of 3 ranks failed in 'saving epoch_1.pth':"
+    check_errors(errors, 'RankFailedError', failed, *words)
 
 
 def die_while_others_wait(dying):
@@ -164,12 +158,10 @@ def die_while_others_wait(dying):
 
 @pytest.mark.parametrize('dying', [0, 1])
 def test_a_rank_that_dies_while_others_wait(dying):
-    errors = errors_of(die_while_others_wait, 3, dying)
+    errors = errors_of_ranks(die_while_others_wait, 3, dying, together=True)
     assert errors.pop(dying)[0] == 'Died'
-    for kind, message, _ in errors.values():
-        assert kind == 'RankFailedError'
-        assert f'because of rank {dying} of 3' in message
-        assert "in 'data preparation'" in message
+    words = (f'because of rank {dying} of 3', "in 'data preparation'")
+    check_errors(errors, 'RankFailedError', *words)
 
 
 def wait_under_a_foreign_process_group():
@@ -194,6 +186,5 @@ def test_an_infinite_timeout_is_a_long_one():
 
 
 def test_a_timeout_that_is_none():
-    for kind, message, _ in errors_of(wait_for_minus_one, 2).values():
-        assert kind == LaunchError.__name__
-        assert 'timeout=-1' in message
+    errors = errors_of_ranks(wait_for_minus_one, 2, together=True)
+    check_errors(errors, 'LaunchError', 'timeout=-1')

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -20,23 +21,18 @@ from mmdevplug.fault_tolerance import failure_watch
 from mmdevplug.fault_tolerance.failure import current_watch, fail_together
 from mmdevplug.fault_tolerance.host_events import HostEvents
 from mmdevplug.fault_tolerance.stop_together import StopAgreement
+from tests.fault_tolerance.blaming import check_errors
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config, install_card
-from tests.ranks import RanksFailed, free_port, launch_variables, run_ranks
-
-
-def errors_of(function, world_size, *args, **kwargs):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(function, world_size, *args, **kwargs)
-    return raised.value.errors
-
+from tests.ranks import errors_of_ranks, free_port, launch_variables, run_ranks
 
 # before the model is built ---------------------------------------------------------------------
 
 
-def init(accelerator='cpu', backend=None, timeout=30):
+def init(accelerator='cpu', backend=None, timeout=30, **options):
     if accelerator not in ('cpu', 'nowhere'):
         install_card(accelerator)
-    context = init_device('pytorch', accelerator, forced_backend=backend, timeout=timeout)
+    options.update(forced_backend=backend, timeout=timeout)
+    context = init_device('pytorch', accelerator, **options)
     return context.backend, str(context.device), os.environ.get('GLOO_SOCKET_IFNAME')
 
 
@@ -51,10 +47,8 @@ def test_a_card_for_each_local_rank_and_gloo_between_them():
 
 
 def test_unknown_accelerator_ends_all_ranks_with_what_there_is():
-    for kind, message, _ in errors_of(init, 2, 'nowhere').values():
-        assert kind == 'AcceleratorError'
-        assert "'nowhere'" in message
-        assert 'usable here: cpu' in message
+    errors = errors_of_ranks(init, 2, 'nowhere')
+    check_errors(errors, 'AcceleratorError', "'nowhere'", 'usable here: cpu')
 
 
 def init_where_rank_1_has_another_name(rank_1):
@@ -62,16 +56,10 @@ def init_where_rank_1_has_another_name(rank_1):
 
 
 def test_one_rank_without_its_device_ends_all_with_its_name():
-    errors = errors_of(init_where_rank_1_has_another_name, 3, 'npu')
+    errors = errors_of_ranks(init_where_rank_1_has_another_name, 3, 'npu')
     assert sorted(errors) == [0, 1, 2]
-    assert errors[1][0] == 'AcceleratorError'
-    assert 'torch_npu' in errors[1][1]
-    for rank in (0, 2):
-        kind, message, _ = errors[rank]
-        assert kind == 'RankFailedError'
-        assert '1 of 3 ranks failed' in message
-        assert 'rank 1 of 3' in message
-        assert 'torch_npu' in message
+    check_errors({1: errors.pop(1)}, 'AcceleratorError', 'torch_npu')
+    check_errors(errors, 'RankFailedError', '1 of 3 ranks failed', 'rank 1 of 3', 'torch_npu')
 
 
 def init_with_broken_card_on_rank_1():
@@ -81,13 +69,13 @@ def init_with_broken_card_on_rank_1():
 
 
 def test_a_device_that_computes_wrongly_is_found_before_training():
-    errors = errors_of(init_with_broken_card_on_rank_1, 2)
+    errors = errors_of_ranks(init_with_broken_card_on_rank_1, 2)
     assert 'differs from the CPU' in errors[1][1]
     assert 'rank 1 of 2' in errors[0][1]
 
 
 def test_more_ranks_than_devices():
-    errors = errors_of(init, 5, 'zeta')
+    errors = errors_of_ranks(init, 5, 'zeta')
     assert sorted(errors) == [0, 1, 2, 3, 4]
     assert 'zeta:4' in errors[4][1]
     assert '4 zeta device(s)' in errors[4][1]
@@ -95,18 +83,15 @@ def test_more_ranks_than_devices():
 
 
 def test_nccl_on_the_cpu_is_refused_on_all_ranks():
-    for kind, message, _ in errors_of(init, 2, 'cpu', 'nccl').values():
-        assert kind == 'LaunchError'
-        assert "'nccl'" in message
-        assert "'gloo'" in message
+    errors = errors_of_ranks(init, 2, 'cpu', 'nccl')
+    check_errors(errors, 'LaunchError', "'nccl'", "'gloo'")
 
 
 def test_a_rank_that_never_comes():
     # Two ranks are announced, one is started.
     variables = dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
-    ((kind, message, _),) = errors_of(
-        init, 1, 'cpu', None, 3, environ=variables, timeout=60
-    ).values()
+    errors = errors_of_ranks(init, 1, 'cpu', None, 3, environ=variables, timeout=60)
+    ((kind, message),) = errors.values()
     assert kind in ('LaunchError', 'RankFailedError')
     assert 'MASTER_PORT' in message or '1 of 2 ranks arrived' in message
 
@@ -116,24 +101,19 @@ def test_a_rank_that_never_comes():
     [('LOCAL_RANK', None), ('LOCAL_RANK', 'two'), ('RANK', '7'), ('WORLD_SIZE', '0')],
 )
 def test_bad_launch_variables_name_themselves(variable, value):
-    environ = {variable: value}
-    for kind, message, _ in errors_of(init, 1, environ=environ).values():
-        assert kind == 'LaunchError'
-        assert variable in message
-
-
-def init_with(options):
-    return init_device('pytorch', 'cpu', timeout=30, **options).backend
+    errors = errors_of_ranks(init, 1, environ={variable: value})
+    check_errors(errors, 'LaunchError', variable)
 
 
 def test_where_ranks_meet_is_the_launchers_business():
     # MMEngine passes on what a config says, and this is what is the default in any case.
-    assert run_ranks(init_with, 2, dict(init_method='env://')) == ['gloo', 'gloo']
+    started = run_ranks(partial(init, init_method='env://'), 2)
+    assert [backend for backend, _, _ in started] == ['gloo', 'gloo']
     for options in (dict(init_method='tcp://10.0.0.1:29500'), dict(rank=0)):
         ((key, value),) = options.items()
-        errors = errors_of(init_with, 2, options, together=True)
+        errors = errors_of_ranks(partial(init, **options), 2, together=True)
         assert sorted(errors) == [0, 1]
-        for kind, message, _ in errors.values():
+        for kind, message in errors.values():
             assert kind == 'LaunchError'
             assert message.startswith(f'env_cfg.dist_cfg.{key}={value!r}: ')
 
@@ -171,14 +151,10 @@ def train_with_bad_rank(accelerator, work_dir, bad_rank):
     ('accelerator', 'bad_rank'), [('cpu', 1), ('cpu', 0), ('zeta', 1), ('zeta', 0)]
 )
 def test_an_error_in_forward_names_its_rank_on_all_ranks(tmp_path, accelerator, bad_rank):
-    errors = errors_of(train_with_bad_rank, 3, accelerator, tmp_path, bad_rank, timeout=120)
+    errors = errors_of_ranks(train_with_bad_rank, 3, accelerator, tmp_path, bad_rank, timeout=120)
     assert sorted(errors) == [0, 1, 2]
-    assert errors[bad_rank][:2] == ('ValueError', 'the third batch is bad')
-    for rank in set(errors) - {bad_rank}:
-        kind, message, _ = errors[rank]
-        assert kind == 'RankFailedError'
-        assert f'rank {bad_rank} of 3' in message
-        assert 'the third batch is bad' in message
+    assert errors.pop(bad_rank) == ('ValueError', 'the third batch is bad')
+    check_errors(errors, 'RankFailedError', f'rank {bad_rank} of 3', 'the third batch is bad')
 
 
 def train_with_detached_loss(accelerator, work_dir):
@@ -194,9 +170,8 @@ def train_with_detached_loss(accelerator, work_dir):
 
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 def test_a_loss_that_reaches_no_parameter(tmp_path, accelerator):
-    for kind, message, _ in errors_of(train_with_detached_loss, 2, accelerator, tmp_path).values():
-        assert kind == 'ModelError'
-        assert 'loss.requires_grad is False' in message
+    errors = errors_of_ranks(train_with_detached_loss, 2, accelerator, tmp_path)
+    check_errors(errors, 'ModelError', 'loss.requires_grad is False')
 
 
 def die_without_a_word():
@@ -208,10 +183,9 @@ def die_without_a_word():
 
 
 def test_a_killed_rank_is_no_riddle():
-    errors = errors_of(die_without_a_word, 2)
-    assert errors[0][0] == 'RankFailedError'
-    assert 'rank 1 of 2' in errors[0][1]
-    assert 'the process is gone and left no message' in errors[0][1]
+    errors = errors_of_ranks(die_without_a_word, 2)
+    words = ('rank 1 of 2', 'the process is gone and left no message')
+    check_errors({0: errors[0]}, 'RankFailedError', *words)
 
 
 LEAVES = """
@@ -336,8 +310,8 @@ def start_and_fail():
 
 
 def test_a_failure_after_the_start_inside_one_context_is_reported():
-    errors = errors_of(start_and_fail, 2, together=True)
-    assert errors[1][:2] == ('ValueError', 'of rank 1')
+    errors = errors_of_ranks(start_and_fail, 2, together=True)
+    assert errors[1] == ('ValueError', 'of rank 1')
     assert 'failed in the job: ValueError: of rank 1' in errors[0][1]
 
 

@@ -17,22 +17,17 @@ from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance import failure, failure_watch
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.fault_tolerance.heartbeat import SILENT_SECONDS, Beat, Heartbeat
+from tests.fault_tolerance.blaming import check_errors
 from tests.jobs import torch_before
 from tests.ranks import (
-    RanksFailed,
     _context,
     _work,
+    errors_of_ranks,
     free_port,
     launch_variables,
     run_ranks,
     start_process,
 )
-
-
-def errors_of(function, world_size, *args):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(function, world_size, *args, together=True)
-    return raised.value.errors
 
 
 def start(**options):
@@ -209,16 +204,17 @@ def hang():
 
 @pytest.mark.long
 def test_a_collective_that_times_out_names_who_hangs():
-    errors = errors_of(hang, 3)
+    errors = errors_of_ranks(hang, 3, together=True)
     assert sorted(errors) == [0, 1, 2]
     assert errors.pop(1)[0] == 'Died'  # ended by its thread
-    for kind, message, _ in errors.values():
-        assert kind == 'RankFailedError'
-        assert 'because of rank 1 of 3' in message
-        assert "in 'loading a batch'" in message
-        assert 'test_heartbeat.py' in message
-        assert 'anks 0, 2 waited for rank 1 longer than env_cfg.dist_cfg.timeout' in message
-        assert "ranks 0, 2 in 'averaging' at all_reduce, test_heartbeat.py" in message
+    check_errors(
+        errors,
+        'RankFailedError',
+        'because of rank 1 of 3',
+        "in 'loading a batch'",
+        'anks 0, 2 waited for rank 1 longer than env_cfg.dist_cfg.timeout',
+        "ranks 0, 2 in 'averaging' at all_reduce, test_heartbeat.py",
+    )
 
 
 def test_the_clock_stands_while_the_process_does():
