@@ -7,8 +7,7 @@ import pytest
 from mmengine.registry import RUNNERS
 
 from mmdevplug.cli import plan, test, train
-from tests.cli.running import DIGITS, config, mmdevplug, only_message
-from tests.cli.test_mistakes import only_line
+from tests.cli.running import DIGITS, config, mmdevplug, only_line, only_message
 
 
 def write(folder, name, text):
