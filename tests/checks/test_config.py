@@ -19,19 +19,6 @@ from .running import the
 DIGITS = f'_base_ = [{CONFIG!r}]\n'
 
 
-SPARE_HEAD = """
-from mmengine.registry import MODELS
-from torch import nn
-from mmdevplug.examples.digits import DigitsClassifier
-
-@MODELS.register_module()
-class WithSpareHead(DigitsClassifier):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.spare = nn.Linear(2, 2)
-"""
-
-
 def look(path, options):
     sys.path.insert(0, str(Path(path).parent))
     try:
@@ -97,19 +84,6 @@ def test_mistake_in_a_base_file_names_that_file(examine, tmp_path):
 )
 def test_what_a_config_refers_to_and_is_not_there(examine, lines, told):
     assert told in the(examine(lines), 'error').found
-
-
-@needs_modes
-def test_parameters_without_a_gradient_are_named(examine, tmp_path):
-    (tmp_path / 'spare_head.py').write_text(SPARE_HEAD)
-    lines = f"""{DIGITS}
-custom_imports = dict(imports=['spare_head', 'mmdevplug.examples.digits'])
-model = dict(type='WithSpareHead')
-"""
-    found = the(examine(lines), 'warning', 'spare.weight, spare.bias')
-    assert 'set find_unused_parameters=True' in found.why
-    findings = examine(lines + 'find_unused_parameters = True\n')
-    assert not any('without a gradient' in each.found for each in findings)
 
 
 @pytest.mark.long
