@@ -96,11 +96,6 @@ def test_config_that_aborts_or_hangs_is_a_finding(examine, tmp_path):
     assert 'loading the config gave no answer for 20 s' in found
 
 
-def test_an_unknown_type_is_named(examine):
-    found = the(examine(DIGITS + "custom_hooks = [dict(type='EMAHok')]\n"), 'error')
-    assert 'EMAHok is not in the' in found.found
-
-
 @pytest.mark.parametrize(
     ('lines', 'told'),
     [
@@ -111,6 +106,7 @@ def test_an_unknown_type_is_named(examine):
         ),
         pytest.param('model = dict(channels=-3)', 'negative dimension', marks=needs_modes),
         ('train_dataloader = dict(dataset=dict(indices=0))', 'has 0 samples'),
+        ("custom_hooks = [dict(type='EMAHok')]", 'EMAHok is not in the'),
     ],
 )
 def test_values_that_cannot_be(examine, lines, told):

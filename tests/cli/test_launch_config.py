@@ -28,13 +28,6 @@ def mmdevplug(*arguments, **environ):
 WHOLE = environment(PYTHONPATH=str(ROOT))
 
 
-def refusal(done):
-    """The message of a command that refused."""
-    assert done.returncode != 0, done.stdout
-    assert 'Traceback' not in done.stderr
-    return done.stderr
-
-
 @pytest.fixture
 def card_config(tmp_path):
     """A config for a stand-in card with four devices."""
@@ -167,8 +160,10 @@ def test_devices_are_counted_and_missing_ones_refused(card_config, tmp_path):
     """By one rank for its host, in one line; `auto` counts them before."""
     flags = ['--accelerator', 'zeta', '--oversubscribe', '--work-dir', str(tmp_path / 'work')]
     done = mmdevplug('train', card_config, *flags, '--nproc', '5', FAKECARD_NAME='zeta')
-    told = refusal(done)
-    assert 'LOCAL_RANK=4 asks for zeta:4, but this process sees 4 zeta device(s)' in told
+    assert done.returncode != 0, done.stdout
+    assert 'Traceback' not in done.stderr
+    told = 'LOCAL_RANK=4 asks for zeta:4, but this process sees 4 zeta device(s)'
+    assert told in done.stderr
     more = ['train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
     flags += ['--nproc', 'auto', '--cfg-options', *more]
     done = mmdevplug('train', card_config, *flags, FAKECARD_NAME='zeta')
@@ -181,6 +176,7 @@ def test_devices_are_counted_and_missing_ones_refused(card_config, tmp_path):
     [
         (['--max-restarts', '1'], 'nproc (--nproc) is not given'),
         (['--nproc', '0'], '--nproc=0: expected 1 or more processes'),
+        (['--nproc', 'many'], "--nproc='many': expected 1 or more processes"),
         (['--nproc', '2', '--max-restarts', '-1'], '--max-restarts=-1: expected 0 to 10000'),
         (['--nproc', '2', '--timeout', '0'], '--timeout=0.0: expected a finite number above 0'),
         (['--nproc', '2', '--nnodes', '2', '--master-addr', 'a'], 'node_rank is not given'),

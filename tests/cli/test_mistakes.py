@@ -36,6 +36,7 @@ def test_a_checkpoint_that_is_not_there(tmp_path):
     ):
         assert "'nope.pth' can not be found" in found
         assert 'Correct the path' in found
+    assert "CHECKPOINT 'nope.pth' can not be found" in found  # the last one
 
 
 def test_amp_without_an_optimizer(tmp_path):

@@ -33,11 +33,6 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.long
-def test_dist_train_writes_checkpoints(trained):
-    assert (trained / 'last_checkpoint').read_text().endswith('epoch_2.pth')
-
-
 def test_train_resumes_from_the_newest_checkpoint(trained):
     options = ['--cfg-options', 'train_cfg.max_epochs=3']
     command = ['tools/train.py', CONFIG, '--work-dir', trained, '--resume', *options]
@@ -62,14 +57,6 @@ def test_test_and_dist_test_print_the_metric(trained):
         assert done.returncode == 0, done.stderr
         assert 'accuracy: ' in done.stdout + done.stderr
     assert os.path.getsize(out) > 0
-
-
-@pytest.mark.parametrize('devices', ['0', 'many'])
-def test_dist_train_refuses_a_number_before_starting_processes(devices):
-    done = run('bash', 'tools/dist_train.sh', CONFIG, devices)
-    assert done.returncode != 0
-    assert f'--nproc={devices}: expected 1 or more' in done.stderr.replace("'", '')
-    assert 'Traceback' not in done.stderr
 
 
 @pytest.mark.long
@@ -108,24 +95,6 @@ def test_a_backend_on_the_command_line_wins_and_is_refused_on_the_cpu(tmp_path):
     assert done.returncode != 0
     assert "'nccl' does not work on accelerator 'cpu'" in done.stderr
     assert 'mmdevplug: LaunchError' in done.stderr
-
-
-@pytest.mark.parametrize(
-    ('arguments', 'told'),
-    [
-        (['train', 'no_such_config.py'], "'no_such_config.py' is no file"),
-        (['train', CONFIG, '--accelerator', 'tpuu'], "'tpuu', which is unknown"),
-        (['train', CONFIG, '--launcher', 'pytorch'], 'RANK is not set'),
-        (['test', CONFIG, 'no_such.pth'], "CHECKPOINT 'no_such.pth' can not be found"),
-        (['trian', CONFIG], "'trian' is no command"),
-    ],
-)
-def test_bad_arguments_are_answered(tmp_path, arguments, told):
-    done = mmdevplug(
-        *arguments, *(['--work-dir', str(tmp_path)] if arguments[0] != 'trian' else [])
-    )
-    assert done.returncode != 0
-    assert told in done.stderr
 
 
 def test_options_that_no_runner_reads_are_named():
