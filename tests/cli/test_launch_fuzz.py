@@ -24,6 +24,7 @@ from mmdevplug.cli import hosts, launch
 from mmdevplug.environments.launch_variables import refuse_to_run_alone
 from mmdevplug.errors import DevPlugError, LaunchError
 from tests.commands import python
+from tests.environments.test_launch import NAMES
 from tests.jobs import PATHS
 from tests.ranks import PRELOAD, free_port
 
@@ -61,21 +62,13 @@ AGENT = dict(
 
 def valid_variables(launcher, rank, world_size):
     """What the launcher of a job on one host sets."""
-    rank, world_size = str(rank), str(world_size)
-    address = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT='PORT')
-    if launcher == 'pytorch':
-        names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')
-    elif launcher == 'mpi':
-        names = ('RANK', 'LOCAL_RANK', 'SIZE', 'LOCAL_SIZE')
-        names = tuple(f'OMPI_COMM_WORLD_{name}' for name in names)
-    elif launcher == 'slurm':
-        names = tuple(
-            f'SLURM_{name}' for name in ('PROCID', 'LOCALID', 'NTASKS', 'TASKS_PER_NODE')
-        )
-        address.update(SLURM_NODELIST='127.0.0.1', SLURM_NNODES='1', SLURM_JOB_ID='77')
-    else:
+    if launcher == 'none':
         return {}
-    return dict(zip(names, (rank, rank, world_size, world_size)), **address)
+    values = map(str, (rank, world_size, rank, world_size))
+    environ = dict(zip(NAMES[launcher], values), MASTER_ADDR='127.0.0.1', MASTER_PORT='PORT')
+    if launcher == 'slurm':
+        environ.update(SLURM_NODELIST='127.0.0.1', SLURM_NNODES='1', SLURM_JOB_ID='77')
+    return environ
 
 
 def values_for(name):
@@ -266,19 +259,13 @@ def test_every_case_ends_in_a_start_or_a_refusal(outcomes):
     assert len(of_kind(outcomes, 'refused')) > 100
 
 
-RANK_NAMES = {
-    'pytorch': ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'),
-    'slurm': ('SLURM_PROCID', 'SLURM_LOCALID', 'SLURM_NTASKS'),
-    'mpi': tuple(f'OMPI_COMM_WORLD_{name}' for name in ('RANK', 'LOCAL_RANK', 'SIZE')),
-}
-
-
 def test_what_starts_has_the_values_it_was_given(outcomes):
     for number, outcome in of_kind(outcomes, 'started').items():
         case = draw_case(number)
         expected = [0, 0, 1]
         if case['launcher'] != 'none':
-            found = [case['environ'].get(name) for name in RANK_NAMES[case['launcher']]]
+            rank, world_size, local_rank, _ = NAMES[case['launcher']]
+            found = [case['environ'].get(name) for name in (rank, local_rank, world_size)]
             expected = [0 if value is None else int(value) for value in found]
         assert outcome['values'] == expected, case
 
@@ -337,8 +324,8 @@ def wrong_variables(case):
 
 def has_peers(case):
     """Whether the variables say that there is more than one rank, or nothing of it."""
-    names = RANK_NAMES.get(case['launcher'])
-    return names is not None and case['environ'].get(names[2]) != '1'
+    names = NAMES.get(case['launcher'])
+    return names is not None and case['environ'].get(names[1]) != '1'
 
 
 # through the script --------------------------------------------------------------------------
