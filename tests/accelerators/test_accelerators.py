@@ -23,8 +23,6 @@ from tests.columns import NATIVE, job_of
 from tests.jobs import install_card, need_card, needs_scaler
 from tests.ranks import run_ranks
 
-# CPU -----------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize('local_rank', [0, 1, 7])
 def test_cpu_has_room_for_every_local_rank(local_rank):
@@ -175,16 +173,10 @@ def test_default_backend_is_the_one_registered_first(monkeypatch):
     assert default_backend(TorchNativeAccelerator('zeta')) == 'first'
 
 
-# contexts and compiled graphs ----------------------------------------------------------------
-
-
 def test_contexts_can_be_compared_and_hashed():
     cpu = CPUAccelerator()
     first, second = (DeviceContext(cpu, 'a test', torch.device('cpu')) for _ in range(2))
     assert len({first, second}) == 1
-
-
-# CUDA's and ROCm's names ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,6 @@ def nccl(monkeypatch):
     return lambda there: monkeypatch.setattr(torch_dist, 'is_nccl_available', lambda: there)
 
 
-# what there is -------------------------------------------------------------------------------
-
-
 def test_backends_of_this_pytorch_are_listed():
     listed = available_backends()
     assert ('gloo' in listed) == torch_dist.is_gloo_available()
@@ -54,9 +51,6 @@ def test_plugged_in_backend_is_listed(monkeypatch):
     plug_in('zccl', monkeypatch)
     assert 'zccl' in available_backends()
     assert check_backend('zccl', CARD, 'accelerator.backend') == 'zccl'
-
-
-# what is refused -----------------------------------------------------------------------------
 
 
 def refusal(backend, accelerator=CPU, origin='accelerator.backend'):
@@ -101,9 +95,6 @@ def test_backend_that_is_no_name_is_refused_with_its_value(backend):
 @pytest.mark.parametrize('backend', ['', 'cpu:', 'cpu:nccl'])
 def test_composite_that_leaves_the_accelerator_out_is_refused(backend):
     assert 'accelerator.backend=' in refusal(backend)
-
-
-# what is taken -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('accelerator', [CPU, CARD, CUDA])

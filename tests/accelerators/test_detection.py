@@ -75,9 +75,6 @@ def refusal(config):
     return str(caught.value)
 
 
-# the order -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('config', [None, 'auto', {}, dict(type='auto'), dict(type=None)])
 def test_cpu_is_detected_where_there_is_nothing_else(config):
     choice = choose_accelerator(config)
@@ -209,9 +206,6 @@ def test_name_never_heard_of_is_found_by_name_by_environment_and_by_detection():
     assert done.stdout.strip() == 'all found', done.stderr
 
 
-# unknown and absent --------------------------------------------------------------------------
-
-
 def test_unknown_name_is_refused_with_those_there_are():
     message = refusal('nvidia')
     assert message.startswith(
@@ -282,9 +276,6 @@ def test_package_is_imported_before_the_device_is_looked_for(
     choice = choose_accelerator(config)
     assert (choice.accelerator.device_count(), choice.reason) == (8, reason)
     assert f'torch_{name}' in sys.modules
-
-
-# broken --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('package', ['torch_npu', 'torch_gcu', 'torch_xla'])
@@ -359,9 +350,6 @@ def test_a_function_registers_what_the_import_does_not(vendor_package, monkeypat
         assert words in refusal(dict(config, register=wrong))
 
 
-# options -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('name', ['cpu', 'cuda', 'npu', 'xla', 'gcu'])
 def test_option_that_an_accelerator_does_not_take_is_refused_with_its_name(name):
     message = refusal(dict(type=name, colour='red'))
@@ -389,9 +377,6 @@ def test_error_inside_an_accelerator_is_not_taken_for_a_wrong_option(monkeypatch
     assert 'has an option it does not take' in refusal(dict(type='broken', color='blue'))
     with pytest.warns(UserWarning, match="'driverless' fails with OSError: no driver"):
         assert 'cpu' in available_accelerators()
-
-
-# GCU -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('generation', ['T20', 's70', '', 20])

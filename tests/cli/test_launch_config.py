@@ -226,9 +226,6 @@ def test_hosts_that_come_and_go_resume(started, capsys):
         train.main([CONFIG, *flags, '--resume', 'a.pth'])
 
 
-# how many ---------------------------------------------------------------------------------------
-
-
 def test_more_processes_than_memory_holds_are_refused(monkeypatch):
     monkeypatch.setattr(starting, 'available_memory', lambda: Memory(1 << 30))
     with pytest.raises(LaunchError) as caught:
@@ -247,9 +244,6 @@ def test_more_processes_than_cores_are_a_warning(monkeypatch, capsys):
     told = capsys.readouterr().err
     assert '--nproc=3, but this process may use 2 core(s)' in told
     assert '--oversubscribe' in told
-
-
-# tools/dist_train.sh ----------------------------------------------------------------------------
 
 
 def test_the_script_takes_the_hosts_from_its_variables(tmp_path):

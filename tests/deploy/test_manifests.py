@@ -113,8 +113,6 @@ def test_names_that_operators_look_for():
         assert f'--{task["name"]}={task["name"]}' in job['plugins']['pytorch']
 
 
-# Slurm ------------------------------------------------------------------------------------------
-
 SCRIPT = FOLDER / 'slurm.sbatch'
 
 

@@ -108,8 +108,6 @@ def test_metrics_of_videos_need_no_folder(tmp_path):
     assert second == (None, [])
 
 
-# memory ------------------------------------------------------------------------------------------
-
 CHUNK = 1 << 20
 
 
@@ -145,9 +143,6 @@ def test_no_more_than_a_chunk_is_in_flight(tmp_path):
     assert len(sizes) > 40
     assert max(sizes) < 1.5 * CHUNK
     assert peak < 6 * CHUNK
-
-
-# refusals ----------------------------------------------------------------------------------------
 
 
 def keep_what_cannot_be_pickled(folder):

@@ -65,9 +65,6 @@ def put_scontrol(tmp_path, monkeypatch):
     return put
 
 
-# what is read --------------------------------------------------------------------------------
-
-
 @over_launchers
 def test_every_launcher_gives_the_same_values(launcher):
     expected = LaunchEnv(launcher, 5, 1, 8, 4, '10.0.0.1', 12345)
@@ -126,9 +123,6 @@ def test_export_writes_what_torch_distributed_reads(monkeypatch):
 
 def test_description_names_rank_and_world_size():
     assert read_launch_env('pytorch', TORCHRUN).describe().startswith('rank 5 of 8 on host ')
-
-
-# what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('launcher', ['torchrun', 'PyTorch', '', None])
@@ -244,9 +238,6 @@ def test_contradiction_names_every_variable_to_unset():
     assert 'unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE' in message
 
 
-# Slurm ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ('changes', 'local_world_size', 'local_rank'),
     [
@@ -326,8 +317,6 @@ def test_a_part_of_a_slurm_job_counts_its_own_hosts_and_tasks(put_scontrol):
     assert env.master_addr == 'node4'
 
 
-# MPICH and Open MPI 5 ------------------------------------------------------------------------
-
 HYDRA = dict(PMI_RANK='1', PMI_SIZE='2', MPI_LOCALRANKID='1', MPI_LOCALNRANKS='2')
 
 
@@ -355,9 +344,6 @@ def test_open_mpi_5_tells_the_host_of_mpirun():
 def test_jobs_of_slurm_listen_on_ports_of_their_own(job, port):
     assert job_port(dict(SLURM_JOB_ID=job)) == port
     assert job_port({}) == DEFAULT_PORT
-
-
-# the local rank alone ------------------------------------------------------------------------
 
 
 def test_local_rank_is_read_from_this_process(monkeypatch):

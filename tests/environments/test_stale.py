@@ -174,9 +174,6 @@ def test_a_job_of_slurm_drops_torchruns_variables():
     ]  # fmt: skip
 
 
-# a process of its own ------------------------------------------------------------------------
-
-
 def train_among_leftovers(work_dir, leftovers):
     """A library's call, without our command line."""
     cfg = digits_config('cpu', work_dir, **dict(PLAIN, train_cfg__max_epochs=1))

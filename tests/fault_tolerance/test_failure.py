@@ -268,9 +268,6 @@ def test_restarts_that_torchrun_does_not_count():
         assert found == [world_size] * world_size
 
 
-# what a user sees --------------------------------------------------------------------------------
-
-
 def go_on_after_failures():
     """Fail everywhere, rank 1 later than rank 0; then not at all, on rank 1 alone, not at all."""
     rank = int(os.environ['RANK'])

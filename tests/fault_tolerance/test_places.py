@@ -127,9 +127,6 @@ def test_a_start_names_the_ranks_that_are_missing():
     check_errors(errors, 'RankFailedError', missing)
 
 
-# long waits -------------------------------------------------------------------------------------
-
-
 def gather_late():
     """The lines that ranks print while rank 1 does something else."""
     said = []
