@@ -113,7 +113,6 @@ LONG = (
     'distributed/test_waiting.py::test_a_timeout_names_the_missing_rank_on_all',
     'fault_tolerance/test_failure.py::test_a_rank_that_leaves_by_itself_was_not_killed',
     'fault_tolerance/test_failure.py::test_process_group_on_the_loopback_interface',
-    'fault_tolerance/test_failure.py::test_a_rank_that_never_comes',
     'fault_tolerance/test_heartbeat.py::test_a_rank_that_holds_the_interpreter',
     'fault_tolerance/test_heartbeat.py::test_few_operations_on_the_store',
     'fault_tolerance/test_places.py::test_gathering_samples_says_for_whom_it_waits',

@@ -1,7 +1,6 @@
 """Running the doctor as a user does, in a process of its own."""
 
 import json
-import sys
 
 from tests import commands
 from tests.cli.running import STANDIN
@@ -27,14 +26,6 @@ def examined(folder, *arguments, **options):
     assert path.is_file(), done.stderr
     assert 'Traceback' not in done.stderr
     return done, json.loads(path.read_text())
-
-
-def python(code, paths=(), prefix=(), **environ):
-    """The JSON that a few lines print, perhaps run by another command."""
-    command = (*prefix, sys.executable, '-c', code)
-    done = commands.run(*command, env=environment(*paths, **environ))
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def the(findings, level, *words):
