@@ -114,7 +114,7 @@ LONG = (
     'fault_tolerance/test_failure.py::test_a_rank_that_leaves_by_itself_was_not_killed',
     'fault_tolerance/test_failure.py::test_process_group_on_the_loopback_interface',
     'fault_tolerance/test_heartbeat.py::test_a_rank_that_holds_the_interpreter',
-    'fault_tolerance/test_heartbeat.py::test_few_operations_on_the_store',
+    'fault_tolerance/test_scale.py::test_few_operations_on_the_store',
     'fault_tolerance/test_places.py::test_gathering_samples_says_for_whom_it_waits',
     'fault_tolerance/test_places.py::test_a_rank_that_comes_before_the_store_says_so',
     'samples/test_faults.py::test_the_rank_is_named[stay_away-balance',

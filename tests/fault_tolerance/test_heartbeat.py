@@ -18,7 +18,6 @@ from mmdevplug.fault_tolerance import failure, failure_watch
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.fault_tolerance.heartbeat import SILENT_SECONDS, Beat, Heartbeat
 from tests.fault_tolerance.blaming import check_errors
-from tests.jobs import torch_before
 from tests.ranks import (
     _context,
     _work,
@@ -113,32 +112,6 @@ def share_the_connection(locked):
 def test_threads_share_a_connection_to_the_store(locked):
     """PyTorch 1.10 has no lock, so the package has; with `locked` on later releases, too."""
     assert run_ranks(share_the_connection, 2, locked) == [([], None, [False] * 4)] * 2
-
-
-def count_operations(seconds):
-    """What an idle rank asks of the store."""
-    _, watch = start()
-    count = [0]
-    own = watch.watch_store
-
-    class Counting:
-        def __getattr__(self, name):
-            count[0] += 1
-            return getattr(own, name)
-
-    watch.watch_store = watch.heartbeat._store = watch.events._store = Counting()
-    time.sleep(seconds)
-    found = count[0]
-    watch.watch_store = watch.heartbeat._store = watch.events._store = own
-    wait_for_everyone('the end')
-    return found
-
-
-def test_few_operations_on_the_store():
-    for count in run_ranks(count_operations, 3, 8):
-        # Each second two looks for events and half a beat, of two or three operations. Before
-        # PyTorch 1.12 a beat is written and read as some 20 numbers.
-        assert 1 <= count <= 8 * (44 if torch_before('1.12.0') else 4)
 
 
 def start_ranks(function, world_size, *args):
