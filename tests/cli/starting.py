@@ -129,6 +129,7 @@ def check_saved(job, work_dir, ranks=2):
     (stopped,) = {job.done(rank) for rank in range(ranks)}
     assert name == f'interrupted_iter_{stopped}.pth'
     assert load_file(work_dir / name)['meta']['iter'] == stopped
+    assert 'Traceback' not in job.printed
     return stopped
 
 
