@@ -82,18 +82,19 @@ def move():
     install_card('zeta')
     accelerator = get_accelerator('zeta')
     set_device_context(DeviceContext(accelerator, 'a test', accelerator.device(0)))
-    calls = dict(to=[], host=[])
-    to, host = Copies.to_device, Copies.to_host
+    calls = dict(to_device=[], to_host=[])
 
-    def count_to(self, tensors, device):
-        calls['to'].append(len(tensors))
-        return to(self, tensors, device)
+    def count(name):
+        move_them = getattr(Copies, name)
 
-    def count_host(self, tensors):
-        calls['host'].append(len(tensors))
-        return host(self, tensors)
+        def counted(self, tensors, *device):
+            calls[name].append(len(tensors))
+            return move_them(self, tensors, *device)
 
-    Copies.to_device, Copies.to_host = count_to, count_host
+        setattr(Copies, name, counted)
+
+    for name in calls:
+        count(name)
     before = nested()
     shared = torch.zeros(1)
     before['again'] = [shared, shared]
@@ -128,7 +129,7 @@ def test_tensors_travel_in_one_call():
     assert found['types'] == names.split()
     assert found['gradient'] == [1.0]
     # A tensor that occurs twice is sent once.
-    assert found['calls'] == dict(to=[10], host=[10])
+    assert found['calls'] == dict(to_device=[10], to_host=[10])
 
 
 def test_samples_become_a_batch():
