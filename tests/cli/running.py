@@ -24,6 +24,11 @@ def mmdevplug(folder, *arguments, **options):
     return python(*command, cwd=folder, env=environment(folder), **options)
 
 
+def with_card(*arguments, **environ):
+    """A command in a process of the checkout that finds the stand-in card."""
+    return python('-m', 'mmdevplug.cli.main', *arguments, env=environment(STANDIN, **environ))
+
+
 def config(folder, lines, imports=(), base=ON_CPU):
     """A config that inherits the digits example, and imports modules besides it."""
     path = folder / 'config.py'

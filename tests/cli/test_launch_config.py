@@ -10,19 +10,12 @@ from mmdevplug.cli import launch, launch_config, say, train
 from mmdevplug.environments import starting
 from mmdevplug.errors import DevPlugError, LaunchError
 from mmdevplug.utils.host import Memory
-from tests.cli.running import AUTO, CONFIG, SHORT, STANDIN, config
+from tests.cli.running import AUTO, CONFIG, SHORT, STANDIN, config, with_card
 from tests.cli.starting import NoRanks
 from tests.commands import environment, python, run
 from tests.jobs import ROOT
 from tests.needs_card import needs_card
 from tests.ranks import free_port
-
-
-def mmdevplug(*arguments, **environ):
-    """Run the command in a process of its own."""
-    command = ('-m', 'mmdevplug.cli.main', *arguments)
-    return python(*command, env=environment(STANDIN, **environ))
-
 
 #: Without what hides transformers, which accelerate's command imports.
 WHOLE = environment(PYTHONPATH=str(ROOT))
@@ -55,7 +48,7 @@ def test_accelerate_and_torchrun_start_ranks_as_they_are_told(tmp_path):
         'print(f"rank {dist.get_rank()} of {dist.get_world_size()}\\n", end="")\n'
     )
     flags = ['--nproc', '2', '--accelerator', 'cpu', '--master-port', str(free_port())]
-    done = mmdevplug('launch-config', '--out', str(tmp_path / 'two.yaml'), *flags)
+    done = with_card('launch-config', '--out', str(tmp_path / 'two.yaml'), *flags)
     assert done.returncode == 0, done.stderr
     modules = dict(
         accelerate='accelerate.commands.accelerate_cli', torchrun='torch.distributed.run'
@@ -159,14 +152,14 @@ def test_impossible_flags_write_no_file(tmp_path, monkeypatch, flags, told):
 def test_devices_are_counted_and_missing_ones_refused(card_config, tmp_path):
     """By one rank for its host, in one line; `auto` counts them before."""
     flags = ['--accelerator', 'zeta', '--oversubscribe', '--work-dir', str(tmp_path / 'work')]
-    done = mmdevplug('train', card_config, *flags, '--nproc', '5', FAKECARD_NAME='zeta')
+    done = with_card('train', card_config, *flags, '--nproc', '5', FAKECARD_NAME='zeta')
     assert done.returncode != 0, done.stdout
     assert 'Traceback' not in done.stderr
     told = 'LOCAL_RANK=4 asks for zeta:4, but this process sees 4 zeta device(s)'
     assert told in done.stderr
     more = ['train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
     flags += ['--nproc', 'auto', '--cfg-options', *more]
-    done = mmdevplug('train', card_config, *flags, FAKECARD_NAME='zeta')
+    done = with_card('train', card_config, *flags, FAKECARD_NAME='zeta')
     assert done.returncode == 0, done.stderr
     assert 'rank 0 of 4' in done.stdout + done.stderr or 'zeta' in done.stdout
 

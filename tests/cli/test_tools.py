@@ -9,15 +9,11 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.cli import train
 from mmdevplug.config.load import find_unread
-from tests.cli.running import CONFIG, PLAIN, STANDIN, config
+from tests.cli.running import CONFIG, PLAIN, STANDIN, config, with_card
 from tests.commands import environment, python, run
 from tests.ranks import free_port
 
 TWO_EPOCHS = ['--cfg-options', 'train_cfg.max_epochs=2', 'train_cfg.val_interval=2']
-
-
-def mmdevplug(*arguments):
-    return python('-m', 'mmdevplug.cli.main', *arguments, env=environment(STANDIN))
 
 
 @pytest.fixture(scope='module')
@@ -51,7 +47,7 @@ def test_test_and_dist_test_print_the_metric(trained):
     env = environment(STANDIN, PORT=str(free_port()))
     one = python('tools/test.py', CONFIG, checkpoint, *work_dir, '--out', out, env=env)
     two = run('bash', 'tools/dist_test.sh', CONFIG, checkpoint, '2', *work_dir, env=env)
-    three = mmdevplug('test', CONFIG, checkpoint, '--nproc', '2', '--verbose', *work_dir)
+    three = with_card('test', CONFIG, checkpoint, '--nproc', '2', '--verbose', *work_dir)
     assert 'Distributed training: True' in three.stdout + three.stderr
     for done in (one, two, three):
         assert done.returncode == 0, done.stderr
@@ -63,7 +59,7 @@ def test_test_and_dist_test_print_the_metric(trained):
 def test_train_overlays_a_base_config_on_an_untouched_config(tmp_path):
     # As OpenMMLab's configs are: nccl, and no word of another accelerator.
     lines = "env_cfg = dict(dist_cfg=dict(backend='nccl'))"
-    done = mmdevplug(
+    done = with_card(
         *('train', config(tmp_path, lines, base=PLAIN), '--accelerator', 'cpu'),
         *('--nproc', '2', '--work-dir', tmp_path, '--auto-scale-lr', *TWO_EPOCHS),
     )
@@ -91,7 +87,7 @@ def test_an_overlaid_base_config_keeps_options_of_ours(tmp_path, monkeypatch):
 def test_a_backend_on_the_command_line_wins_and_is_refused_on_the_cpu(tmp_path):
     options = ['--cfg-options', 'env_cfg.dist_cfg.backend=nccl']
     command = ['train', CONFIG, '--accelerator', 'cpu', '--nproc', '2', '--work-dir', tmp_path]
-    done = mmdevplug(*command, *options)
+    done = with_card(*command, *options)
     assert done.returncode != 0
     assert "'nccl' does not work on accelerator 'cpu'" in done.stderr
     assert 'mmdevplug: LaunchError' in done.stderr
