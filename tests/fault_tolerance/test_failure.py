@@ -1,5 +1,6 @@
 """When one rank is wrong, all ranks end, and every message names that rank."""
 
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 from mmengine.registry import RUNNERS
-from torch import distributed as torch_dist, nn
+from torch import distributed as torch_dist
 
 from mmdevplug import init_device
 from mmdevplug.accelerators import CPUAccelerator
@@ -96,56 +97,49 @@ def test_where_ranks_meet_is_the_launchers_business():
 # while training --------------------------------------------------------------------------------
 
 
-class RaisesLater(nn.Module):
-    """Wraps a model's forward: one rank raises at its third call."""
-
-    def __init__(self, model, rank):
-        super().__init__()
-        self.calls = 0
-        self.forward_of_model = model.forward
-        model.forward = self.raise_at_third
-        self.rank = rank
-
-    def raise_at_third(self, *args, **kwargs):
-        self.calls += 1
-        if self.calls == 3 and torch_dist.get_rank() == self.rank:
-            raise ValueError('the third batch is bad')
-        return self.forward_of_model(*args, **kwargs)
-
-
-def train_with_bad_rank(accelerator, work_dir, bad_rank):
+def train(accelerator, work_dir, change):
+    """Train with a function in place of the model's forward, which makes it of that."""
     install_card(accelerator)
     cfg = digits_config(accelerator, work_dir, **PLAIN)
     cfg.env_cfg = dict(dist_cfg=dict(timeout=60))
     runner = RUNNERS.build(cfg)
-    RaisesLater(runner.model.module, bad_rank)
+    model = runner.model.module
+    model.forward = change(model.forward)
     runner.train()
+
+
+def raise_at_third(rank, forward):
+    numbers = itertools.count(1)
+
+    def call(*args, **kwargs):
+        if next(numbers) == 3 and torch_dist.get_rank() == rank:
+            raise ValueError('the third batch is bad')
+        return forward(*args, **kwargs)
+
+    return call
 
 
 @pytest.mark.parametrize(
     ('accelerator', 'bad_rank'), [('cpu', 1), ('cpu', 0), ('zeta', 1), ('zeta', 0)]
 )
 def test_an_error_in_forward_names_its_rank_on_all_ranks(tmp_path, accelerator, bad_rank):
-    errors = errors_of_ranks(train_with_bad_rank, 3, accelerator, tmp_path, bad_rank, timeout=120)
+    change = partial(raise_at_third, bad_rank)
+    errors = errors_of_ranks(train, 3, accelerator, tmp_path, change, timeout=120)
     assert sorted(errors) == [0, 1, 2]
     assert errors.pop(bad_rank) == ('ValueError', 'the third batch is bad')
     check_errors(errors, 'RankFailedError', f'rank {bad_rank} of 3', 'the third batch is bad')
 
 
-def train_with_detached_loss(accelerator, work_dir):
-    install_card(accelerator)
-    cfg = digits_config(accelerator, work_dir, **PLAIN)
-    runner = RUNNERS.build(cfg)
-    forward = runner.model.module.forward
-    runner.model.module.forward = lambda *args, **kwargs: {
-        name: loss.detach() for name, loss in forward(*args, **kwargs).items()
-    }
-    runner.train()
+def detach_losses(forward):
+    def call(*args, **kwargs):
+        return {name: loss.detach() for name, loss in forward(*args, **kwargs).items()}
+
+    return call
 
 
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 def test_a_loss_that_reaches_no_parameter(tmp_path, accelerator):
-    errors = errors_of_ranks(train_with_detached_loss, 2, accelerator, tmp_path)
+    errors = errors_of_ranks(train, 2, accelerator, tmp_path, detach_losses)
     check_errors(errors, 'ModelError', 'loss.requires_grad is False')
 
 
