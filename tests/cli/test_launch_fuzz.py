@@ -239,29 +239,24 @@ def everything(tmp_path_factory):
 
 @pytest.fixture
 def outcomes(everything):
-    """Of those through init_device."""
-    return {number: found for number, found in everything.items() if number < CASES}
+    """Each case through init_device, and what came of it."""
+    return [(draw_case(number), found) for number, found in everything.items() if number < CASES]
 
 
 def of_kind(outcomes, kind):
-    return {number: found for number, found in outcomes.items() if found['kind'] == kind}
+    return [(case, outcome) for case, outcome in outcomes if outcome['kind'] == kind]
 
 
 def test_every_case_ends_in_a_start_or_a_refusal(outcomes):
     assert len(outcomes) == CASES >= 500
-    strange = {
-        number: (outcome, draw_case(number))
-        for number, outcome in outcomes.items()
-        if outcome['kind'] not in ('started', 'refused')
-    }
-    assert strange == {}
+    strange = [each for each in outcomes if each[1]['kind'] not in ('started', 'refused')]
+    assert strange == []
     assert len(of_kind(outcomes, 'started')) > 100
     assert len(of_kind(outcomes, 'refused')) > 100
 
 
 def test_what_starts_has_the_values_it_was_given(outcomes):
-    for number, outcome in of_kind(outcomes, 'started').items():
-        case = draw_case(number)
+    for case, outcome in of_kind(outcomes, 'started'):
         expected = [0, 0, 1]
         if case['launcher'] != 'none':
             rank, world_size, local_rank, _ = NAMES[case['launcher']]
@@ -280,8 +275,7 @@ def is_member(environ):
 
 
 def test_a_single_process_starts_among_any_leftovers(outcomes):
-    for number, outcome in outcomes.items():
-        case = draw_case(number)
+    for case, outcome in outcomes:
         if case['launcher'] == 'none':
             wanted = 'refused' if is_member(case['environ']) else 'started'
             assert outcome['kind'] == wanted, case
@@ -290,26 +284,19 @@ def test_a_single_process_starts_among_any_leftovers(outcomes):
 def test_valid_variables_of_one_rank_start_among_any_leftovers(outcomes):
     """Only what was drawn at random may be the reason of a refusal."""
     checked = 0
-    for number, outcome in outcomes.items():
-        case = draw_case(number)
-        own = valid_variables(case['launcher'], 0, 1)
-        if own and all(case['environ'].get(name) == value for name, value in own.items()):
-            read = set(own) | set(AGENT) | {'LOCAL_WORLD_SIZE'}
-            drawn = {
-                name: case['environ'][name] for name in read - set(own) if name in case['environ']
-            }
-            if not drawn:
-                assert outcome['kind'] == 'started', (case, outcome)
-                checked += 1
+    for case, outcome in outcomes:
+        own, environ = valid_variables(case['launcher'], 0, 1), case['environ']
+        read = {*own, *AGENT, 'LOCAL_WORLD_SIZE'}
+        if own and {name: environ[name] for name in read if name in environ} == own:
+            assert outcome['kind'] == 'started', (case, outcome)
+            checked += 1
     assert checked > 10
 
 
 def test_refusals_name_a_variable_that_is_wrong(outcomes):
-    for number, outcome in of_kind(outcomes, 'refused').items():
-        case = draw_case(number)
+    for case, outcome in of_kind(outcomes, 'refused'):
         named = set(re.findall(r'[A-Z]+(?:_[A-Z]+)+|RANK', outcome['message']))
-        wrong = wrong_variables(case)
-        assert named & wrong, (case, outcome)
+        assert named & wrong_variables(case), (case, outcome)
         assert len(outcome['message']) < 3000
 
 
@@ -364,10 +351,8 @@ def test_the_script_finds_its_launcher(everything, monkeypatch):
         assert outcome['kind'] == 'script', (case, outcome)
         assert 'Traceback' not in told, (case, told)
         if wanted[0] == 'starts':
-            assert outcome['status'] in (STARTS, 1), (
-                case,
-                outcome,
-            )  # 1: more than there is room for
+            # 1: more than there is room for.
+            assert outcome['status'] in (STARTS, 1), (case, outcome)
         elif wanted[0] == 'alone':
             assert outcome['status'] == 0, (case, outcome)
         else:
