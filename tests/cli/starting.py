@@ -150,11 +150,16 @@ class Container(Started):
     def __init__(self, folder, command, **environ):
         super().__init__(folder, in_container(command), **environ)
 
-    def end(self, number=None):
+    def end(self, number=signal.SIGTERM, grace=30):
+        """End it as a kubelet and `docker stop` do, with Kubernetes' default grace; the status."""
         (first,) = psutil.Process(self.process.pid).children()
         self.look()
         first.send_signal(number)
-        return super().end()
+        try:
+            return self.process.wait(grace)
+        except subprocess.TimeoutExpired:
+            first.kill()
+            return self.process.wait()
 
 
 #: A user whom the system does not know, as Kubernetes' `runAsUser` may name.
