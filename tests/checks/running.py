@@ -1,6 +1,7 @@
 """Running the doctor as a user does, in a process of its own."""
 
 import json
+import textwrap
 
 from tests import commands
 from tests.cli.running import STANDIN
@@ -26,6 +27,14 @@ def examined(folder, *arguments, **options):
     assert path.is_file(), done.stderr
     assert 'Traceback' not in done.stderr
     return done, json.loads(path.read_text())
+
+
+def package(folder, name, text=''):
+    """A package that is found before the one that is installed."""
+    path = folder / name
+    path.mkdir(exist_ok=True)
+    (path / '__init__.py').write_text(textwrap.dedent(text))
+    return path
 
 
 def the(findings, level, *words):
