@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -34,11 +35,8 @@ def epochs_of(work_dir):
     starts = []
     for folder in sorted(path for path in Path(work_dir).iterdir() if path.is_dir()):
         (log,) = folder.glob('*.log')
-        lines = [line for line in log.read_text().splitlines() if 'Epoch(train)' in line]
-        numbers = [
-            int(line.split('Epoch(train)')[1].split('[')[1].split(']')[0]) for line in lines
-        ]
-        starts.append(sorted(set(numbers)))
+        numbers = re.findall(r'Epoch\(train\)[^[]*\[(\d+)\]', log.read_text())
+        starts.append(sorted(set(map(int, numbers))))
     return starts
 
 
