@@ -220,23 +220,6 @@ def test_collectives(name):
         assert re.search('only implemented for GLOO|a CPU-capable backend', says['monitored'])
 
 
-def compound(name, backend):
-    """A group with gloo for host tensors."""
-    rank, _ = start(f'cpu:gloo,{name}:{backend}')
-    host, there = torch.ones(1), torch.ones(1, device=f'{name}:{rank}')
-    torch_dist.all_reduce(host)
-    torch_dist.all_reduce(there)
-    backend = torch_dist.get_backend()
-    torch_dist.destroy_process_group()
-    return host.item(), there.item(), backend
-
-
-def test_compound():
-    for host, there, backend in run_native('npu', compound, 2, 'npu', 'hccl'):
-        assert (host, there) == (2, 2)
-        assert 'hccl' in backend or 'gloo' in backend
-
-
 # what the package sends ------------------------------------------------------------------------
 
 
