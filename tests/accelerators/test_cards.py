@@ -72,8 +72,6 @@ class Cards:
 
 
 def cards(name, count, **environ):
-    """A fixture: cards of this name."""
-
     @pytest.fixture(scope='module')
     def fixture():
         need_card()

@@ -16,7 +16,6 @@ def environment(*paths, **environ):
 
 
 def doctor(*arguments, paths=(), **environ):
-    """``mmdevplug doctor``."""
     return commands.run(*commands.CLI, 'doctor', *arguments, env=environment(*paths, **environ))
 
 

@@ -29,8 +29,6 @@ def look(path, options):
 
 @pytest.fixture
 def examine(tmp_path, monkeypatch):
-    """The findings of a config with these lines."""
-
     def call(lines, seconds=120, accelerator='cpu', isolated=False):
         path = tmp_path / 'config.py'
         path.write_text(textwrap.dedent(lines))

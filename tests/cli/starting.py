@@ -88,7 +88,6 @@ class Started:
         return status
 
     def kill(self):
-        """Leave nothing of the command."""
         self.look()
         for process in self.below.values():
             with suppress(psutil.NoSuchProcess):

@@ -63,7 +63,6 @@ class Job:
         )  # fmt: skip
 
     def train_on_two_hosts(self):
-        """Train until both hosts have iterations behind them."""
         self.write_config()
         self.train(0)
         self.train(1)
@@ -102,7 +101,6 @@ class Job:
             time.sleep(0.2)
 
     def wait_for_iterations(self, ranks, count=4):
-        """Wait for this number of further iterations on this number of ranks."""
         begun = time.time()
 
         def reached():

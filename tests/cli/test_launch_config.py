@@ -23,7 +23,6 @@ WHOLE = environment(PYTHONPATH=str(ROOT))
 
 @pytest.fixture
 def card_config(tmp_path):
-    """A config for a stand-in card with four devices."""
     return str(config(tmp_path, '', ['fakecard_from_env'], base=AUTO))
 
 
@@ -31,7 +30,6 @@ def card_config(tmp_path):
 
 
 def written(tmp_path, *flags):
-    """The values of the file that ``launch-config`` writes."""
     path = tmp_path / 'accelerate.yaml'
     launch_config.main(['--out', str(path), *flags])
     return yaml.safe_load(path.read_text())

@@ -129,7 +129,6 @@ def waits_for_nobody(case):
 
 
 def clean_environment():
-    """Without any launcher's variables."""
     pattern = re.compile(
         r'(SLURM|OMPI|PMI|PET|VC|TORCHELASTIC|GROUP|ROLE)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_'
     )
@@ -223,7 +222,6 @@ def main(first, folder):
 
 @pytest.fixture(scope='module')
 def everything(tmp_path_factory):
-    """What came of each case."""
     folder = str(tmp_path_factory.mktemp('fuzz'))
     code = (
         'import sys; from tests.cli.test_launch_fuzz import main; '

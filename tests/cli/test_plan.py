@@ -24,7 +24,6 @@ def llama(tmp_path):
 
 
 def planned(tmp_path, *arguments):
-    """The plan that a command writes."""
     path = tmp_path / 'plan.json'
     assert run(main, [*arguments, '--json', str(path)]) == 0
     return DevicePlan.from_dict(json.loads(path.read_text()))

@@ -87,7 +87,6 @@ def script(arguments):
 
 
 def entry():
-    """The command of the image."""
     found = dict(instructions())
     return json.loads(found['ENTRYPOINT']), json.loads(found['CMD'])
 

@@ -29,7 +29,6 @@ def train_job():
 
 
 def commands_of(replicas):
-    """The command of each pod."""
     return [
         pods['template']['spec']['containers'][0]['command']
         for pods in replicas

@@ -37,7 +37,6 @@ import vendor_names  # noqa: E402
 
 
 def refused(call, *args, **kwargs):
-    """The message with which a call is refused."""
     try:
         call(*args, **kwargs)
     except (RuntimeError, ValueError) as error:

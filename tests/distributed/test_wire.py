@@ -122,7 +122,6 @@ def job(tmp_path_factory):
 
 
 def single(steps):
-    """The weights that one process on the CPU arrives at."""
     training = Training(build(), torch.device('cpu'), 0, 1)
     training.train(steps)
     return training.model.state_dict()

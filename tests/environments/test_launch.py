@@ -46,7 +46,6 @@ def changed(variables, **changes):
 
 
 def refusal(launcher, environ):
-    """The message with which variables are refused."""
     with pytest.raises(LaunchError) as caught:
         read_launch_env(launcher, environ)
     return str(caught.value)

@@ -62,7 +62,6 @@ def test_each_rank_knows_what_the_other_does():
 
 
 def beat_while_blocked():
-    """The main thread waits in the store; beats must go on."""
     rank, watch = start()
     counts = []
     if rank == 0:

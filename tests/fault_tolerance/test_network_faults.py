@@ -75,7 +75,6 @@ class Slowly(Hook):
 
 
 def train_slowly(work_dir, resume=False):
-    """A rank of a real training run."""
     be_quick()
     train(
         work_dir,
