@@ -18,6 +18,7 @@ from mmdevplug.accelerators import (
     S60Accelerator,
     TorchNativeAccelerator,
     available_accelerators,
+    choose_accelerator,
     get_accelerator,
     probe_device,
 )
@@ -149,6 +150,24 @@ def test_card_of_unknown_name_is_the_generic_accelerator(zeta):
     assert default_backend(zeta) == 'gloo'
     assert not takes_tensors(zeta, 'gloo')
     assert zeta.device_name(torch.device('zeta:1')) == 'fakecard'
+
+
+@there
+def test_name_never_heard_of_is_found_by_name_by_environment_and_by_detection(zeta):
+    names = available_accelerators()
+    assert (names[0], names[-1], names.count('zeta')) == ('zeta', 'cpu', 1), names
+    for config in (None, 'auto', dict(type='auto')):
+        choice = choose_accelerator(config)
+        assert (choice.accelerator.name, choice.reason) == ('zeta', 'detected: 4 zeta device(s)')
+    choice = choose_accelerator('zeta')
+    assert (choice.accelerator.device_type, choice.reason) == ('zeta', "accelerator.type='zeta'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('MMDEVPLUG_ACCELERATOR', 'cpu')
+        assert choose_accelerator().accelerator.name == 'cpu'
+        assert choose_accelerator('zeta').accelerator.name == 'zeta'
+        patch.setenv('MMDEVPLUG_ACCELERATOR', 'zeta')
+        assert choose_accelerator().reason == 'environment variable MMDEVPLUG_ACCELERATOR=zeta'
+        assert choose_accelerator('cpu').accelerator.name == 'cpu'
 
 
 @there
