@@ -67,23 +67,6 @@ def test_mistakes_are_named_with_file_and_line(examine, tmp_path, lines, line, t
     assert f'{tmp_path / "config.py"}:{line}' in found.found
 
 
-def test_mistake_in_a_base_file_names_that_file(examine, tmp_path):
-    (tmp_path / 'base.py').write_text('x = 1\ny = undefined_name\n')
-    found = the(examine("_base_ = ['./base.py']\n"), 'error', 'undefined_name')
-    assert f'{tmp_path / "base.py"}:2' in found.found
-
-
-@pytest.mark.parametrize(
-    ('lines', 'told'),
-    [
-        ("_base_ = ['./nowhere.py']\n", 'nowhere.py'),
-        ("custom_imports = dict(imports=['no_such_module'])\n", 'no_such_module'),
-    ],
-)
-def test_what_a_config_refers_to_and_is_not_there(examine, lines, told):
-    assert told in the(examine(lines), 'error').found
-
-
 @pytest.mark.long
 def test_config_that_aborts_or_hangs_is_a_finding(examine, tmp_path):
     (tmp_path / 'aborts.py').write_text('import os; os.abort()')
