@@ -110,9 +110,6 @@ def test_composite_is_taken_when_all_of_its_backends_are_there(nccl):
     assert check_backend('cpu:gloo', CPU, 'accelerator.backend') == 'cpu:gloo'
 
 
-# what wins -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('forced', [None, 'auto'])
 @pytest.mark.parametrize(
     ('accelerator', 'configured', 'expected'),
@@ -151,9 +148,6 @@ def test_chosen_backend_that_does_not_work_is_refused(forced, configured, refuse
 def test_auto_falls_back_where_the_configured_backend_does_not_work(accelerator, configured):
     expected = 'staged' if accelerator is CARD else 'gloo'
     assert resolve_backend(accelerator, 'auto', configured) == expected
-
-
-# beside host tensors -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

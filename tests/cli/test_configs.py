@@ -69,8 +69,6 @@ def test_the_host_alone_has_no_plan():
         )
 
 
-# packages ---------------------------------------------------------------------------------------
-
 REGISTRY = """
 from mmengine.registry import MODELS as ROOT, Registry
 MODELS = Registry('model', parent=ROOT, scope='mmother', locations=['mmother.models'])

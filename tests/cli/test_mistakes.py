@@ -188,9 +188,6 @@ def test_options_that_can_be_read():
     assert found == {'a': 1, 'b': ['x', 2.5], 'c': [(1, 2), ['a', 'b']], 'd.e': False}
 
 
-# the wrapper ------------------------------------------------------------------------------------
-
-
 def on_meta():
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to('meta')
 
@@ -230,9 +227,6 @@ def test_what_the_wrapper_refuses():
         assert 'weight has no shape yet' in lazy
         assert 'weight is on the device meta' in meta
         assert 'of type function; expected an nn.Module' in function
-
-
-# commands ---------------------------------------------------------------------------------------
 
 
 def test_the_version():
