@@ -182,8 +182,3 @@ def test_what_cannot_be_stacked_is_named(other, words):
     with pytest.raises(SampleError) as raised:
         stack_samples([dict(x=dict(y=torch.zeros(2))), other], 'cpu')
     assert words in str(raised.value)
-
-
-def test_nothing_cannot_be_stacked():
-    with pytest.raises(SampleError, match='expected at least one'):
-        stack_samples([], 'cpu')
