@@ -80,38 +80,6 @@ def test_precision_of_each_family():
     assert CUDAAccelerator().precision.dtype == known
 
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-]
-
-
-@pytest.mark.parametrize('dtype', DTYPES)
-def test_cpu_copies_keep_values(dtype):
-    cpu, values = CPUAccelerator(), torch.arange(6).reshape(2, 3).to(dtype)
-    assert torch.equal(cpu.copies.to_host([values])[0], values)
-    target = torch.zeros_like(values)
-    cpu.copies.into_host([values], [target])
-    assert torch.equal(target, values)
-    target.zero_()
-    cpu.copies.into_device([values], [target])
-    assert torch.equal(target, values)
-
-
-def test_host_copies_are_outside_the_graph():
-    parameter = torch.nn.Parameter(torch.ones(3))
-    assert not CPUAccelerator().copies.to_host([parameter * 2])[0].requires_grad
-    target = torch.zeros(3)
-    CPUAccelerator().copies.into_host([parameter * 2], [target])
-    assert not target.requires_grad
-
-
 # backends of torch.distributed ---------------------------------------------------------------
 
 ZETA = TorchNativeAccelerator('zeta', native_backend='eccl')

@@ -31,12 +31,16 @@ from mmdevplug.accelerators.backend import (
 )
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.staged import host_buffers
-from tests.accelerators.test_accelerators import DTYPES
 from tests.jobs import ROOT, need_card
 from tests.ranks import start_process
 
 sys.path.append(str(ROOT / 'standins' / 'native'))
 import vendor_names  # noqa: E402
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.uint8, torch.bool, torch.complex64),
+]
 
 
 def serve(connection, name, count, environ):
@@ -270,6 +274,9 @@ def test_copies_are_outside_the_graph_and_keep_the_parameter(zeta):
     parameter = torch.nn.Parameter(torch.ones(3, device='zeta:1'))
     assert not zeta.copies.to_host([parameter])[0].requires_grad
     assert not zeta.copies.to_host([parameter * 2])[0].requires_grad
+    target = torch.zeros(3)
+    zeta.copies.into_host([parameter * 2], [target])
+    assert not target.requires_grad
     with torch.no_grad():
         zeta.copies.into_device([torch.full((3,), 7.0)], [parameter])
     assert parameter.requires_grad
