@@ -14,14 +14,11 @@ from mmdevplug.accelerators import (
     T20Accelerator,
     TorchNativeAccelerator,
     XLAAccelerator,
-    get_accelerator,
 )
 from mmdevplug.accelerators.backend import default_backend, takes_tensors
 from mmdevplug.accelerators.torch_native import FAMILIES
 from mmdevplug.errors import AcceleratorError
-from tests.columns import NATIVE, job_of
-from tests.jobs import install_card, need_card, needs_scaler
-from tests.ranks import run_ranks
+from tests.jobs import needs_scaler
 
 
 def test_cpu_has_one_shared_device_and_gloo():
@@ -238,21 +235,3 @@ def test_family_without_its_module_has_no_device(monkeypatch):
     assert accelerator.memory_allocated() is None
     with pytest.raises(AcceleratorError, match='sees 0 zeta device'):
         accelerator.device(0)
-
-
-def draw_again(accelerator):
-    install_card(accelerator)
-    card = get_accelerator(accelerator)
-    device = card.device(1)
-    torch.rand(3, device=device)
-    state = card.save_rng(device)
-    drawn = torch.rand(4, device=device).tolist()
-    card.load_rng(state, device)
-    return drawn, torch.rand(4, device=device).tolist()
-
-
-@pytest.mark.parametrize('accelerator', ['zeta', NATIVE])
-def test_random_numbers_of_a_card_go_on_where_they_were_saved(accelerator):
-    need_card()
-    ((drawn, again),) = run_ranks(draw_again, 0, accelerator, **job_of(accelerator))
-    assert again == drawn
