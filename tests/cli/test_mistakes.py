@@ -15,7 +15,6 @@ from mmdevplug.checks.config_errors import explain_config
 from mmdevplug.cli import main as command, test, train
 from mmdevplug.errors import ModelError
 from mmdevplug.model.move import check_materialized
-from mmdevplug.model_parallel.parse_devices import parse_devices
 from mmdevplug.utils.broken_imports import distribution
 from tests.cli.running import (
     DIGITS,
@@ -243,12 +242,6 @@ def test_a_command_calls_itself_as_it_is_typed(capsys):
         with pytest.raises(SystemExit):
             command.main([name, '--help'])
         assert capsys.readouterr().out.startswith(f'usage: mmdevplug {name} ')
-
-
-def test_types_that_vendors_may_have():
-    assert parse_devices('zeta:0-1') == ['zeta:0', 'zeta:1']
-    for name in ('cuda', 'xla', 'npu', 'gcu', 'mlu', 'musa', 'xpu', 'sdaa', 'neuron', 'tpu'):
-        assert parse_devices(f'{name}:1') == [f'{name}:1']
 
 
 COMMANDS = {
