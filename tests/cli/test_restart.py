@@ -3,7 +3,7 @@
 import ipaddress
 import json
 import re
-import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,6 @@ import pytest
 from benchmarks.hosts import INTERFACE, Hosts, available
 from tests.cli.running import config
 from tests.commands import CLI, environment, run
-from tests.jobs import ROOT
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.long
@@ -110,19 +109,14 @@ def test_a_killed_rank_on_one_of_two_hosts_is_restarted(tmp_path, hosts):
         (['bash', 'tools/dist_train.sh', path, '2', *common], script),
         ([*TRAIN, path, *flags, *common], environment(GLOO_SOCKET_IFNAME=INTERFACE)),
     ]
-    jobs = [
-        subprocess.Popen(
-            hosts.command(host, command), cwd=str(ROOT), env=env,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for host, (command, env) in enumerate(commands)
-    ]  # fmt: skip
-    try:
-        printed = [job.communicate(timeout=280)[0] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    assert [job.returncode for job in jobs] == [0, 0], printed
+
+    def start(host):
+        command, env = commands[host]
+        return run(*hosts.command(host, command), env=env)
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = list(pool.map(start, range(2)))
+    assert [job.returncode for job in jobs] == [0, 0], [job.stderr for job in jobs]
     starts = epochs_of(tmp_path / 'work')
     assert [min(start) for start in starts] == [1, starts[0][-1]]
     assert starts[-1][-1] == 3

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from tests.cli.starting import in_container, need_namespaces
+from tests.commands import run
 from tests.jobs import ROOT
 
 TEXT = (ROOT / 'Dockerfile').read_text()
@@ -137,9 +137,7 @@ def test_steps_leave_the_torch_of_the_base_alone_and_the_image_trains(tmp_path):
     command = ['bash', '-c', CHROOT, str(root), str(tmp_path), prepare + script({})]
     environ = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     need_namespaces()
-    done = subprocess.run(
-        in_container(command), capture_output=True, text=True, timeout=850, env=environ
-    )
+    done = run(*in_container(command), env=environ, timeout=850)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert sorted(os.listdir(site)) == before
     printed = done.stdout

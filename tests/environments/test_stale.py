@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -69,10 +68,8 @@ def test_variables_of_torchrun_are_stale_where_another_started_the_process(
 
 def test_unset_line_is_a_shell_command():
     line = unset_line(stale_variables('none', TORCHRUN))
-    done = subprocess.run(
-        ['bash', '-c', f'{line}; env'], env=dict(os.environ, **TORCHRUN), capture_output=True
-    )
-    left = {line.split('=')[0] for line in done.stdout.decode().splitlines()}
+    done = run('bash', '-c', f'{line}; env', env=dict(os.environ, **TORCHRUN))
+    left = {line.split('=')[0] for line in done.stdout.splitlines()}
     assert done.returncode == 0
     assert not left & set(TORCHRUN)
 

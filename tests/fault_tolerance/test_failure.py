@@ -4,10 +4,10 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -23,9 +23,9 @@ from mmdevplug.fault_tolerance.failure import current_watch, fail_together
 from mmdevplug.fault_tolerance.host_events import HostEvents
 from mmdevplug.fault_tolerance.stop_together import StopAgreement
 from tests.cli.running import config
-from tests.commands import CLI, run
+from tests.commands import CLI, environment, run
 from tests.fault_tolerance.blaming import check_errors
-from tests.jobs import PATHS, PLAIN, digits_config, install_card
+from tests.jobs import PLAIN, digits_config, install_card
 from tests.ranks import errors_of_ranks, free_port, launch_variables, run_ranks
 
 # before the model is built ---------------------------------------------------------------------
@@ -172,24 +172,17 @@ with fail_together('training'):
 def test_a_rank_that_leaves_by_itself_was_not_killed():
     """As a hook that ends training early, and asks one rank alone."""
     port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, '-c', LEAVES],
-            env=dict(os.environ, PYTHONPATH=PATHS, **launch_variables(rank, 2, port)),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, 0], printed
-    assert 'stops because of rank 1 of 2' in printed[0]
-    assert 'it ended while the others went on' in printed[0]
-    assert 'was killed' not in printed[0]
+
+    def start(rank):
+        variables = launch_variables(rank, 2, port)
+        return run(sys.executable, '-c', LEAVES, env=environment(**variables))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(start, range(2))
+    assert (first.returncode, second.returncode) == (1, 0), first.stderr + second.stderr
+    assert 'stops because of rank 1 of 2' in first.stderr
+    assert 'it ended while the others went on' in first.stderr
+    assert 'was killed' not in first.stderr
 
 
 def fail_and_go_on():
