@@ -11,7 +11,6 @@ from mmdevplug.environments import starting
 from mmdevplug.errors import DevPlugError, LaunchError
 from mmdevplug.utils.host import Memory
 from tests.cli.running import AUTO, CONFIG, SHORT, STANDIN, config, with_card
-from tests.cli.starting import NoRanks
 from tests.commands import environment, python, run
 from tests.jobs import ROOT, ranks_of
 from tests.needs_card import needs_card
@@ -163,11 +162,6 @@ def test_impossible_starts_are_refused_before_anything_runs(monkeypatch, flags, 
     with pytest.raises(LaunchError) as caught:
         train.main([CONFIG, *flags])
     assert told in str(caught.value)
-
-
-@pytest.fixture
-def started(monkeypatch):
-    return NoRanks(monkeypatch)
 
 
 def test_one_host_meets_on_loopback(started):
