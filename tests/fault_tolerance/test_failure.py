@@ -31,22 +31,13 @@ from tests.ranks import errors_of_ranks, free_port, launch_variables, run_ranks
 # before the model is built ---------------------------------------------------------------------
 
 
-def init(accelerator='cpu', backend=None, timeout=30, **options):
-    if accelerator != 'cpu':
-        install_card(accelerator)
-    options.update(forced_backend=backend, timeout=timeout)
-    context = init_device('pytorch', accelerator, **options)
+def init(timeout=30, **options):
+    context = init_device('pytorch', 'cpu', timeout=timeout, **options)
     return context.backend, str(context.device), os.environ.get('GLOO_SOCKET_IFNAME')
 
 
 def test_process_group_on_the_loopback_interface():
     assert run_ranks(init, 2) == [('gloo', 'cpu', 'lo')] * 2
-
-
-def test_a_card_for_each_local_rank_and_gloo_between_them():
-    assert [found[:2] for found in run_ranks(init, 3, 'zeta')] == [
-        ('staged', f'zeta:{rank}') for rank in range(3)
-    ]
 
 
 def init_where_rank_1_has_another_name(rank_1):
