@@ -113,20 +113,6 @@ def test_threads_share_a_connection_to_the_store(locked):
     assert run_ranks(share_the_connection, 2, locked) == [([], None, [False] * 4)] * 2
 
 
-def start_ranks(function, world_size, *args):
-    """Start ranks that the caller ends."""
-    port, processes = free_port(), []
-    for rank in range(world_size):
-        ours, theirs = _context.Pipe()
-        _open.append(ours)  # a rank that is done waits for the other end to close
-        variables = launch_variables(rank, world_size, port)
-        processes.append(start_process(_work, theirs, variables, function, args))
-    return processes
-
-
-_open = []
-
-
 def hang():
 
     failure_watch.STOP_SECONDS = 3.0
@@ -203,8 +189,14 @@ def hold_the_interpreter(report):
 
 
 def test_a_rank_that_holds_the_interpreter_is_alive_and_a_stopped_one_is_not(tmp_path):
-    path = tmp_path / 'output'
-    first, second = processes = start_ranks(hold_the_interpreter, 2, str(path))
+    path, port, processes, opened = tmp_path / 'output', free_port(), [], []
+    for rank in range(2):
+        ours, theirs = _context.Pipe()
+        opened.append(ours)  # a rank that is done waits for the other end to close
+        variables = launch_variables(rank, 2, port)
+        work = (theirs, variables, hold_the_interpreter, (str(path),))
+        processes.append(start_process(_work, *work))
+    first, second = processes
     try:
         first.join(90)
         assert first.exitcode == 1
