@@ -77,8 +77,6 @@ def test_precision_of_each_family():
     assert CUDAAccelerator().precision.dtype == known
 
 
-# backends of torch.distributed ---------------------------------------------------------------
-
 ZETA = TorchNativeAccelerator('zeta', native_backend='eccl')
 
 
@@ -187,9 +185,6 @@ def test_a_device_that_autocast_does_not_know_is_refused_where_it_is_to_cast(dev
         pass
     with pytest.raises(AcceleratorError, match='no mixed precision for .*OptimWrapper'):
         accelerator.precision.autocast()
-
-
-# families without a stand-in -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize('name', sorted(FAMILIES))

@@ -1,6 +1,5 @@
 """Configs that cannot be read, and packages that cannot be imported: one line each."""
 
-import textwrap
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +11,7 @@ from tests.cli.running import DIGITS, config, mmdevplug, only_line, only_message
 
 def write(folder, name, text):
     path = folder / name
-    path.write_text(textwrap.dedent(text))
+    path.write_text(text)
     return path
 
 

@@ -105,9 +105,6 @@ def test_torchrun_needs_no_flag(tmp_path):
     check_trained(done, work_dir, 'pytorch', 'RANK=0 WORLD_SIZE=2 LOCAL_RANK=0')
 
 
-# pods --------------------------------------------------------------------------------------------
-
-
 def pods(tmp_path, **environ):
     """Run the command in two processes that take themselves for pods; their results."""
     port = str(free_port())
@@ -164,9 +161,6 @@ def test_a_pod_whose_others_never_come_says_so(tmp_path, rank):
     assert 'Traceback' not in done.stderr, done.stderr
     assert f'this host cannot meet the others at 127.0.0.1:{port}: ' in done.stderr
     assert 'Expected 2 hosts' in done.stderr
-
-
-# Slurm -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope='module')

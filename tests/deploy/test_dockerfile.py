@@ -62,13 +62,12 @@ def copy_context(folder):
             shutil.copy2(source, folder / source.name)
 
 
-def script(arguments):
+def script():
     """The instructions as a shell script, and then the check as the image's user."""
     lines = ['umask 022']
     for name, rest in instructions():
         if name == 'ARG':
-            key, _, default = rest.partition('=')
-            value = arguments.get(key, default)
+            key, _, value = rest.partition('=')
             lines += [f'export {key}={shlex.quote(value)}'] * bool(value)
         elif name == 'ENV':
             lines.append(f'export {rest}')
@@ -134,7 +133,7 @@ def test_steps_leave_the_torch_of_the_base_alone_and_the_image_trains(tmp_path):
         f'export PATH={sysconfig.get_paths()["scripts"]}:$PATH OMP_NUM_THREADS=1\n'
     )
     before = sorted(os.listdir(site))
-    command = ['bash', '-c', CHROOT, str(root), str(tmp_path), prepare + script({})]
+    command = ['bash', '-c', CHROOT, str(root), str(tmp_path), prepare + script()]
     environ = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     need_namespaces()
     done = run(*in_container(command), env=environ, timeout=850)
