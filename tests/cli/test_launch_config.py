@@ -25,9 +25,6 @@ def card_config(tmp_path):
     return str(config(tmp_path, '', ['fakecard_from_env'], base=AUTO))
 
 
-# writing -------------------------------------------------------------------------------------
-
-
 def written(tmp_path, *flags):
     path = tmp_path / 'accelerate.yaml'
     launch_config.main(['--out', str(path), *flags])
@@ -121,9 +118,6 @@ def test_impossible_flags_write_no_file(tmp_path, monkeypatch, flags, told):
         launch_config.main(flags)
     assert told in str(caught.value)
     assert os.listdir(tmp_path) == []
-
-
-# starting ------------------------------------------------------------------------------------
 
 
 @needs_card

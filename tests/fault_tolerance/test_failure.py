@@ -28,8 +28,6 @@ from tests.fault_tolerance.blaming import check_errors
 from tests.jobs import PLAIN, digits_config, install_card
 from tests.ranks import errors_of_ranks, free_port, launch_variables, run_ranks
 
-# before the model is built ---------------------------------------------------------------------
-
 
 def init(timeout=30, **options):
     context = init_device('pytorch', 'cpu', timeout=timeout, **options)
@@ -83,9 +81,6 @@ def test_where_ranks_meet_is_the_launchers_business():
         for kind, message in errors.values():
             assert kind == 'LaunchError'
             assert message.startswith(f'env_cfg.dist_cfg.{key}={value!r}: ')
-
-
-# while training --------------------------------------------------------------------------------
 
 
 def train(accelerator, work_dir, change):
