@@ -77,9 +77,8 @@ def test_what_is_apart_is_a_problem():
     assert list(_apart(model, wrapper)) == []
     (state, _) = wrapper.optimizer.state.values()
     state['momentum_buffer'] = state['momentum_buffer'].to('meta')
-    assert list(_apart(model, wrapper)) == [
-        'part.weight is on cpu, but its optimizer state on meta'
-    ]
+    apart = 'part.weight is on cpu, but its optimizer state on meta'
+    assert list(_apart(model, wrapper)) == [apart]
     model.part.register_buffer('mean', torch.ones(2, device='meta'))
     assert next(_apart(model, wrapper)) == 'part has tensors of its own on cpu, meta'
 

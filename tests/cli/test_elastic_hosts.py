@@ -84,10 +84,8 @@ class Job:
         return sorted(found, key=lambda line: line.time)
 
     def wait_for_iterations(self, ranks, count=4):
-        begun, deadline = time.time(), time.monotonic() + 240
-        while (
-            sum(each.ranks == ranks and each.time > begun for each in self.lines()) < count * ranks
-        ):
+        begun, deadline, wanted = time.time(), time.monotonic() + 240, count * ranks
+        while sum(line.ranks == ranks for line in self.lines() if line.time > begun) < wanted:
             for host in [host for host, one in self.running.items() if one.poll() is not None]:
                 raise AssertionError(f'host {host} ended:\n{self.printed(host)[-3000:]}')
             assert time.monotonic() < deadline, [self.printed(host)[-3000:] for host in (0, 1)]

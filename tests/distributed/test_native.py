@@ -199,11 +199,8 @@ def test_collectives(name):
         assert f'Tensors must be {label} and dense' in says['host_in_list']
         assert 'contiguous' in says['layout']
         assert says['dtype'] == f'Unsupported data type for {backend} process group'
-        assert (
-            'HCCL allreduce: Unsupported data type' in says['double']
-            if name == 'npu'
-            else says['double'] == 'accepted'
-        )
+        double = 'HCCL allreduce: Unsupported data type' if name == 'npu' else 'accepted'
+        assert double in says['double']
         assert says['bitwise'] == f'Cannot use ReduceOp.BAND with {backend}'
         assert says['average'] == (
             'Cannot use ReduceOp.AVG with CNCL' if name == 'mlu' else 'accepted'

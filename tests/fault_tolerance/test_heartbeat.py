@@ -1,5 +1,6 @@
 """Signs of life: what they hold, who is silent, and when that ends a process."""
 
+import ctypes
 import json
 import os
 import re
@@ -162,8 +163,6 @@ def test_a_rank_is_described_with_its_silence():
 
 def hold_the_interpreter(report):
     """A rank whose thread cannot beat for long, and then is stopped."""
-    import ctypes
-
     output = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
