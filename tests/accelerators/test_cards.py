@@ -18,6 +18,7 @@ from mmdevplug.accelerators import (
     S60Accelerator,
     TorchNativeAccelerator,
     available_accelerators,
+    choose_accelerator,
     get_accelerator,
     probe_device,
 )
@@ -30,12 +31,16 @@ from mmdevplug.accelerators.backend import (
 )
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.staged import host_buffers
-from tests.accelerators.test_accelerators import DTYPES
 from tests.jobs import ROOT, need_card
 from tests.ranks import start_process
 
 sys.path.append(str(ROOT / 'standins' / 'native'))
 import vendor_names  # noqa: E402
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.uint8, torch.bool, torch.complex64),
+]
 
 
 def serve(connection, name, count, environ):
@@ -72,8 +77,6 @@ class Cards:
 
 
 def cards(name, count, **environ):
-    """A fixture: cards of this name."""
-
     @pytest.fixture(scope='module')
     def fixture():
         need_card()
@@ -133,10 +136,6 @@ def test_only_card_is_taken_by_every_local_rank(lonely_zeta, local_rank):
     device = lonely_zeta.device(local_rank)
     assert device == torch.device('zeta', 0)
     probe_device(lonely_zeta, device)
-
-
-@there
-def test_only_card_is_not_taken_by_a_negative_local_rank(lonely_zeta):
     assert 'LOCAL_RANK=-1 asks for zeta:-1' in refusal(lonely_zeta, -1)
 
 
@@ -155,6 +154,24 @@ def test_card_of_unknown_name_is_the_generic_accelerator(zeta):
     assert default_backend(zeta) == 'gloo'
     assert not takes_tensors(zeta, 'gloo')
     assert zeta.device_name(torch.device('zeta:1')) == 'fakecard'
+
+
+@there
+def test_name_never_heard_of_is_found_by_name_by_environment_and_by_detection(zeta):
+    names = available_accelerators()
+    assert (names[0], names[-1], names.count('zeta')) == ('zeta', 'cpu', 1), names
+    for config in (None, 'auto', dict(type='auto')):
+        choice = choose_accelerator(config)
+        assert (choice.accelerator.name, choice.reason) == ('zeta', 'detected: 4 zeta device(s)')
+    choice = choose_accelerator('zeta')
+    assert (choice.accelerator.device_type, choice.reason) == ('zeta', "accelerator.type='zeta'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('MMDEVPLUG_ACCELERATOR', 'cpu')
+        assert choose_accelerator().accelerator.name == 'cpu'
+        assert choose_accelerator('zeta').accelerator.name == 'zeta'
+        patch.setenv('MMDEVPLUG_ACCELERATOR', 'zeta')
+        assert choose_accelerator().reason == 'environment variable MMDEVPLUG_ACCELERATOR=zeta'
+        assert choose_accelerator('cpu').accelerator.name == 'cpu'
 
 
 @there
@@ -257,6 +274,9 @@ def test_copies_are_outside_the_graph_and_keep_the_parameter(zeta):
     parameter = torch.nn.Parameter(torch.ones(3, device='zeta:1'))
     assert not zeta.copies.to_host([parameter])[0].requires_grad
     assert not zeta.copies.to_host([parameter * 2])[0].requires_grad
+    target = torch.zeros(3)
+    zeta.copies.into_host([parameter * 2], [target])
+    assert not target.requires_grad
     with torch.no_grad():
         zeta.copies.into_device([torch.full((3,), 7.0)], [parameter])
     assert parameter.requires_grad
@@ -278,15 +298,11 @@ def test_memory_is_reported_in_bytes_for_each_card(zeta):
 
 
 @there
-def test_waiting_and_seeding_work_with_and_without_a_card(zeta):
+def test_waiting_works_with_and_without_a_card_and_a_seed_reaches_every_card(zeta):
     zeta.synchronize()
     zeta.synchronize(torch.device('zeta:3'))
     zeta.compilation.materialize(torch.device('zeta:3'))
     zeta.manual_seed(1)
-
-
-@there
-def test_seed_reaches_every_card(zeta):
     seeds = []
     torch.zeta.manual_seed_all = seeds.append
     zeta.manual_seed(7)
@@ -451,15 +467,8 @@ def test_card_named_gcu_is_the_s60(gcu):
     assert gcu.device(1) == torch.device('gcu:1')
     assert type(get_accelerator('auto')) is S60Accelerator
     assert available_accelerators()[0] == 'gcu'
+    assert "TOPS_VISIBLE_DEVICES='6,7'" in refusal(gcu, 2)
     probe_device(gcu, gcu.device(1))
-
-
-@there
-def test_s60_names_its_variable(gcu):
-    message = refusal(gcu, 2)
-    assert 'LOCAL_RANK=2 asks for gcu:2' in message
-    assert 'sees 2 gcu device(s), indices 0 to 1' in message
-    assert "TOPS_VISIBLE_DEVICES='6,7'" in message
 
 
 @there

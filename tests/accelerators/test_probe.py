@@ -21,26 +21,11 @@ class ManyDevices(CPUAccelerator):
         return 3
 
 
-class Changes(ManyDevices):
+def changing(change):
     """Devices whose results come back changed."""
-
-    def __init__(self, change):
-        self.change = change
-        self.copies.to_host = self.changed
-
-    def changed(self, tensors):
-        return [self.change(tensor.detach()) for tensor in tensors]
-
-
-class Fails(ManyDevices):
-    """Devices of which one function raises."""
-
-    def __init__(self, function, error):
-        self.error = error
-        setattr(self.copies if function == 'to_host' else self, function, self._fail)
-
-    def _fail(self, *args):
-        raise self.error
+    accelerator = ManyDevices()
+    accelerator.copies.to_host = lambda tensors: [change(tensor.detach()) for tensor in tensors]
+    return accelerator
 
 
 def refusal(accelerator, device=HOST):
@@ -61,7 +46,7 @@ def test_device_that_computes_right_passes(accelerator):
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_device_that_multiplies_in_low_precision_passes(dtype):
-    probe_device(Changes(lambda tensor: tensor.to(dtype).to(torch.float32)), HOST)
+    probe_device(changing(lambda tensor: tensor.to(dtype).to(torch.float32)), HOST)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +61,11 @@ def test_device_that_multiplies_in_low_precision_passes(dtype):
     ids=['offset', 'zeros', 'rows-swapped', 'nan', 'inf'],
 )
 def test_device_that_computes_wrongly_is_refused(change, difference):
-    message, _ = refusal(Changes(change))
+    message, _ = refusal(changing(change))
     assert message.startswith('device cpu computes a matrix product that differs')
     assert "FAKE_VISIBLE_DEVICES='4,5,6'" in message
     with pytest.raises(AcceleratorError, match=f'by {difference}'):
-        probe_device(Changes(change), HOST)
+        probe_device(changing(change), HOST)
 
 
 def test_one_wrong_element_is_enough():
@@ -89,7 +74,7 @@ def test_one_wrong_element_is_enough():
         tensor[3, 5] = float('nan')
         return tensor
 
-    assert 'differs from the CPU by inf' in refusal(Changes(spoil))[0]
+    assert 'differs from the CPU by inf' in refusal(changing(spoil))[0]
 
 
 @pytest.mark.parametrize('function', ['set_device', 'to_host'])
@@ -97,7 +82,12 @@ def test_one_wrong_element_is_enough():
     'error', [RuntimeError('no card'), OSError('driver gone'), ValueError('bad index')]
 )
 def test_device_that_raises_is_refused_with_the_original_error(function, error):
-    message, raised = refusal(Fails(function, error))
+    def fail(*args):
+        raise error
+
+    accelerator = ManyDevices()
+    setattr(accelerator.copies if function == 'to_host' else accelerator, function, fail)
+    message, raised = refusal(accelerator)
     assert message.startswith('the first operation of device cpu fails with ')
     assert f'{type(error).__name__}: {error}' in message
     assert "FAKE_VISIBLE_DEVICES='4,5,6'" in message
@@ -122,7 +112,7 @@ def test_default_dtype_of_the_script_does_no_harm(dtype):
 
 def test_unset_variable_is_named_as_such(monkeypatch):
     monkeypatch.delenv('FAKE_VISIBLE_DEVICES')
-    assert 'FAKE_VISIBLE_DEVICES is not set' in refusal(Changes(torch.zeros_like))[0]
+    assert 'FAKE_VISIBLE_DEVICES is not set' in refusal(changing(torch.zeros_like))[0]
 
 
 def test_gradient_mode_does_no_harm():
@@ -147,7 +137,7 @@ def test_device_that_cannot_return_a_dtype_does_not_keep_it(error):
 
 
 def test_dtypes_that_come_back_as_others_are_not_kept():
-    narrows = Changes(
+    narrows = changing(
         lambda tensor: tensor.float() if tensor.is_floating_point() else tensor.int()
     )
     assert probe_device(narrows, HOST) == ['int64', 'float64']

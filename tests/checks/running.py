@@ -1,7 +1,7 @@
 """Running the doctor as a user does, in a process of its own."""
 
 import json
-import sys
+import textwrap
 
 from tests import commands
 from tests.cli.running import STANDIN
@@ -16,7 +16,6 @@ def environment(*paths, **environ):
 
 
 def doctor(*arguments, paths=(), **environ):
-    """``mmdevplug doctor``."""
     return commands.run(*commands.CLI, 'doctor', *arguments, env=environment(*paths, **environ))
 
 
@@ -29,12 +28,12 @@ def examined(folder, *arguments, **options):
     return done, json.loads(path.read_text())
 
 
-def python(code, paths=(), prefix=(), **environ):
-    """The JSON that a few lines print, perhaps run by another command."""
-    command = (*prefix, sys.executable, '-c', code)
-    done = commands.run(*command, env=environment(*paths, **environ))
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def package(folder, name, text=''):
+    """A package that is found before the one that is installed."""
+    path = folder / name
+    path.mkdir(exist_ok=True)
+    (path / '__init__.py').write_text(textwrap.dedent(text))
+    return path
 
 
 def the(findings, level, *words):

@@ -23,12 +23,11 @@ def children(monkeypatch):
     return use
 
 
-def config(folder, *imports, accelerator='cpu', **options):
+def config(folder, module, accelerator):
     path = folder / 'card.py'
-    options = dict(options, type=accelerator)
     path.write_text(
-        f'custom_imports = dict(imports={list(imports)!r}, allow_failed_imports=False)\n'
-        f'accelerator = {options!r}\n'
+        f'custom_imports = dict(imports=[{module!r}], allow_failed_imports=False)\n'
+        f'accelerator = dict(type={accelerator!r})\n'
     )
     return str(path)
 
@@ -39,7 +38,7 @@ def examine(name=None, path=None, seconds=60):
 
 def test_every_device_of_a_card_is_tried(tmp_path, children):
     children(FAKECARD_NAME='zeta')
-    path = config(tmp_path, 'fakecard_from_env', accelerator='zeta')
+    path = config(tmp_path, 'fakecard_from_env', 'zeta')
     findings = examine('zeta', path)
     the(findings, 'ok', 'zeta: 4 device(s)', 'zeta:0', 'zeta:3')
     for index in range(4):
@@ -90,7 +89,7 @@ class Rusty(CPUAccelerator):
 def test_device_that_computes_something_else(tmp_path, children, factor):
     (tmp_path / 'rusty.py').write_text(WRONG.format(factor=f'float("{factor}")'))
     children(tmp_path)
-    findings = examine('rusty', config(tmp_path, 'rusty', accelerator='rusty'))
+    findings = examine('rusty', config(tmp_path, 'rusty', 'rusty'))
     assert the(findings, 'error', 'computes a matrix product that differs from the CPU')
 
 

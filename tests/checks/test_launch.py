@@ -22,9 +22,6 @@ LEFT_OVER = dict(
 )
 
 
-# launch -----------------------------------------------------------------------------------------
-
-
 def test_nothing_set_is_ok():
     assert [f.level for f in launch.examine({'HOME': '/root'})] == ['ok']
 

@@ -1,7 +1,5 @@
 """OpenMMLab's packages that do not fit each other: versions, the range and a command are told."""
 
-import textwrap
-
 import mmengine
 import pytest
 import torch
@@ -11,20 +9,14 @@ from mmdevplug.checks.isolated import run_isolated
 from mmdevplug.utils.broken_imports import distribution, install_command
 from tests.cli.running import config, mmdevplug, only_message
 
+from .running import package
+
 #: What is installed as mmcv, by its own name: `mmcv-lite` where it was not compiled.
 MMCV = distribution('mmcv') or 'mmcv'
 HERE = f'torch {torch.__version__} and Python'
 NEEDS_MMDET = pytest.mark.skipif(
     distribution('mmdet') != 'mmdet', reason="needs OpenMMLab's mmdet, which refuses versions"
 )
-
-
-def package(folder, name, text):
-    """A package that is found before the one that is installed."""
-    path = folder / name
-    path.mkdir(exist_ok=True)
-    (path / '__init__.py').write_text(textwrap.dedent(text))
-    return path
 
 
 @NEEDS_MMDET
@@ -74,7 +66,7 @@ def test_operators_that_are_missing_or_for_another_torch(tmp_path, extension, to
     if extension is not None:
         (mmcv / '_ext.py').write_text(extension)
         (mmcv / '_ext.other.so').write_text('')
-    other = package(tmp_path, 'mmother', '')
+    other = package(tmp_path, 'mmother')
     (other / 'registry.py').write_text(BROKEN)
     (other / 'models.py').write_text('import mmcv._ext\n')
     lines = "default_scope = 'mmother'\nmodel = dict(_delete_=True, type='Tiny')"

@@ -6,14 +6,7 @@ import torch
 from mmdevplug.checks import versions
 from mmdevplug.checks.isolated import run_isolated
 
-from .running import examined, the
-
-
-def broken(folder, name, line):
-    package = folder / name
-    package.mkdir()
-    (package / '__init__.py').write_text(line)
-    return package
+from .running import examined, package, the
 
 
 @pytest.mark.parametrize(
@@ -25,7 +18,7 @@ def broken(folder, name, line):
     ],
 )
 def test_packages_behind_a_broken_one_are_still_tried(tmp_path, monkeypatch, line, told):
-    broken(tmp_path, 'torchvision', line)
+    package(tmp_path, 'torchvision', line)
     monkeypatch.syspath_prepend(str(tmp_path))
     found = list(run_isolated(versions.__name__, ['json', 'torchvision', 'csv'], {}, 60))
     assert [each.level for each in found] == ['ok', 'error', 'ok']
@@ -34,7 +27,7 @@ def test_packages_behind_a_broken_one_are_still_tried(tmp_path, monkeypatch, lin
 
 
 def test_broken_torch_is_a_finding_and_no_traceback(tmp_path):
-    broken(tmp_path, 'torch', 'raise OSError("libcudart.so.12: no such file")')
+    package(tmp_path, 'torch', 'raise OSError("libcudart.so.12: no such file")')
     done, report = examined(tmp_path, paths=[tmp_path])
     assert done.returncode == 1
     assert report['exit_status'] == 1
@@ -49,7 +42,7 @@ def test_broken_torch_is_a_finding_and_no_traceback(tmp_path):
 )
 def test_a_vendors_package_that_breaks_torch_is_the_only_error(tmp_path):
     symbol = 'torch_acme/_C.so: undefined symbol: _ZN3c105ErrorC2E'
-    broken(tmp_path, 'torch_acme', f'def load():\n    raise ImportError({symbol!r})\n')
+    package(tmp_path, 'torch_acme', f'def load():\n    raise ImportError({symbol!r})\n')
     info = tmp_path / 'torch_acme-1.0.dist-info'
     info.mkdir()
     (info / 'METADATA').write_text(
@@ -65,9 +58,7 @@ def test_a_vendors_package_that_breaks_torch_is_the_only_error(tmp_path):
 
 
 def test_mmcv_without_operators(tmp_path, monkeypatch):
-    package = broken(tmp_path, 'mmcv', '')
-    (package / 'ops').mkdir()
-    (package / 'ops' / '__init__.py').write_text('import mmcv._ext')
+    package(package(tmp_path, 'mmcv'), 'ops', 'import mmcv._ext')
     monkeypatch.syspath_prepend(str(tmp_path))
     tasks = versions.modules_to_try()
     assert tasks[tasks.index('mmcv') + 1] == 'mmcv.ops'

@@ -35,9 +35,9 @@ class WriteSamples(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         time.sleep(self.pause)
         samples = [round(float(one), 5) for one in data_batch['targets'][:, 0]]
-        line = [time.time(), runner.world_size, runner.iter, samples]
+        line = dict(time=time.time(), ranks=runner.world_size, iteration=runner.iter)
         with open(str(self.folder / f'{runner.rank} {os.getpid()}'), 'a') as file:
-            file.write(json.dumps(line) + '\n')
+            file.write(json.dumps(dict(line, samples=samples)) + '\n')
 
 
 def whole_config(folder, **changes):

@@ -1,5 +1,9 @@
-"""Commands as a user types them, in processes of their own."""
+"""Commands as a user types them, in processes of their own or in this one."""
 
+import io
+from contextlib import redirect_stderr, redirect_stdout
+
+from mmdevplug.cli import common
 from tests.commands import environment, python
 from tests.jobs import ROOT
 
@@ -20,6 +24,11 @@ def mmdevplug(folder, *arguments, **options):
     return python(*command, cwd=folder, env=environment(folder), **options)
 
 
+def with_card(*arguments, **environ):
+    """A command in a process of the checkout that finds the stand-in card."""
+    return python('-m', 'mmdevplug.cli.main', *arguments, env=environment(STANDIN, **environ))
+
+
 def config(folder, lines, imports=(), base=ON_CPU):
     """A config that inherits the digits example, and imports modules besides it."""
     path = folder / 'config.py'
@@ -37,3 +46,24 @@ def only_message(done):
     told = [line for line in done.stderr.splitlines() if line.startswith('mmdevplug: ')]
     assert len(told) == 1, done.stderr
     return told[0]
+
+
+def call(command, *arguments):
+    """Call the function of a command: its exit status, and what it prints."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = common.run(command, list(map(str, arguments)))
+        except SystemExit as ended:
+            status = ended.code
+    return status, out.getvalue(), err.getvalue()
+
+
+def only_line(command, *arguments):
+    """The only line of a command that is refused."""
+    status, _, printed = call(command, *arguments)
+    assert status == 1, printed
+    (line,) = printed.splitlines()
+    assert line.startswith('mmdevplug: ')
+    assert 'Traceback' not in line
+    return line

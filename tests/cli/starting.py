@@ -88,7 +88,6 @@ class Started:
         return status
 
     def kill(self):
-        """Leave nothing of the command."""
         self.look()
         for process in self.below.values():
             with suppress(psutil.NoSuchProcess):
@@ -129,6 +128,7 @@ def check_saved(job, work_dir, ranks=2):
     (stopped,) = {job.done(rank) for rank in range(ranks)}
     assert name == f'interrupted_iter_{stopped}.pth'
     assert load_file(work_dir / name)['meta']['iter'] == stopped
+    assert 'Traceback' not in job.printed
     return stopped
 
 
@@ -149,11 +149,16 @@ class Container(Started):
     def __init__(self, folder, command, **environ):
         super().__init__(folder, in_container(command), **environ)
 
-    def end(self, number=None):
+    def end(self, number=signal.SIGTERM, grace=30):
+        """End it as a kubelet and `docker stop` do, with Kubernetes' default grace; the status."""
         (first,) = psutil.Process(self.process.pid).children()
         self.look()
         first.send_signal(number)
-        return super().end()
+        try:
+            return self.process.wait(grace)
+        except subprocess.TimeoutExpired:
+            first.kill()
+            return self.process.wait()
 
 
 #: A user whom the system does not know, as Kubernetes' `runAsUser` may name.

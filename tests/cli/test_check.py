@@ -10,13 +10,12 @@ from mmengine.structures import InstanceData
 from torch import nn
 
 from mmdevplug.checks.one_step import _apart
-from tests.checks.test_config import SPARE_HEAD
 from tests.cli.checking import checked
 from tests.cli.running import AUTO, CONFIG, config
 from tests.commands import environment, run
 from tests.jobs import ROOT, need_card, needs_modes
 
-#: A model on several devices that forgets to bring together what it adds.
+#: A model whose last part does what a line says, with a tensor that is made on a device.
 PLANTED = """
 import torch
 from mmengine.model import BaseModel
@@ -26,7 +25,7 @@ from torch import nn
 
 class Sum(nn.Module):
     def forward(self, one, other):
-        return one + other{cure}
+        {line}
 
 
 @MODELS.register_module()
@@ -38,8 +37,22 @@ class Planted(BaseModel):
 
     def forward(self, inputs, labels, mode='loss'):
         one = self.first(inputs.flatten(1))
-        other = torch.ones(10, device='zeta:1')
-        return dict(loss=nn.functional.cross_entropy(self.add(one, other), labels))
+        other = torch.ones(10, device={device!r})
+        return dict(loss=self.add(one, other).square().mean())
+"""
+NUMBER = 1 + PLANTED.splitlines().index('        {line}')
+WITH_PLANTED = "model = dict(_delete_=True, type='Planted')\n"
+
+SPARE_HEAD = """
+from mmengine.registry import MODELS
+from torch import nn
+from mmdevplug.examples.digits import DigitsClassifier
+
+@MODELS.register_module()
+class WithSpareHead(DigitsClassifier):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.spare = nn.Linear(2, 2)
 """
 
 
@@ -64,9 +77,8 @@ def test_what_is_apart_is_a_problem():
     assert list(_apart(model, wrapper)) == []
     (state, _) = wrapper.optimizer.state.values()
     state['momentum_buffer'] = state['momentum_buffer'].to('meta')
-    assert list(_apart(model, wrapper)) == [
-        'part.weight is on cpu, but its optimizer state on meta'
-    ]
+    apart = 'part.weight is on cpu, but its optimizer state on meta'
+    assert list(_apart(model, wrapper)) == [apart]
     model.part.register_buffer('mean', torch.ones(2, device='meta'))
     assert next(_apart(model, wrapper)) == 'part has tensors of its own on cpu, meta'
 
@@ -168,14 +180,13 @@ def planted(tmp_path):
     need_card()
 
     def write(cure=''):
-        (tmp_path / 'planted_model.py').write_text(PLANTED.format(cure=cure))
+        text = PLANTED.format(line=f'return one + other{cure}', device='zeta:1')
+        (tmp_path / 'planted_model.py').write_text(text)
         lines = (
-            "model = dict(_delete_=True, type='Planted')\n"
-            'val_dataloader = val_cfg = val_evaluator = None\n'
+            f'{WITH_PLANTED}val_dataloader = val_cfg = val_evaluator = None\n'
             "accelerator = dict(type='zeta')"
         )
-        imports = ['fakecard_from_env', 'planted_model']
-        path = config(tmp_path, lines, imports, base=AUTO)
+        path = config(tmp_path, lines, ['fakecard_from_env', 'planted_model'], base=AUTO)
         return dict(folder=tmp_path, FAKECARD_NAME='zeta'), path
 
     return write
@@ -185,8 +196,7 @@ def test_a_planted_mismatch_is_named(planted):
     options, path = planted()
     status, out, err = checked(path, **options)
     assert status == 1, err
-    line = 1 + PLANTED.splitlines().index('        return one + other{cure}')
-    for told in ('operands on zeta:0, zeta:1', 'in: add (Sum)', f'planted_model.py:{line}: '):
+    for told in ('operands on zeta:0, zeta:1', 'in: add (Sum)', f'planted_model.py:{NUMBER}: '):
         assert told in out
     assert out.splitlines()[-1].startswith('NOT consistent: 1 problem(s)')
 
@@ -220,50 +230,25 @@ def test_a_buffer_that_leaves_its_device_in_a_step_is_named(planted):
     assert 'not on zeta:0: mean on cpu' in out
 
 
-#: A model that makes a tensor without values.
-ON_META = """
-import torch
-from mmengine.model import BaseModel
-from mmengine.registry import MODELS
-from torch import nn
-
-
-class Scale(nn.Module):
-    def forward(self, x):
-        {line}
-
-
-@MODELS.register_module()
-class OnMeta(BaseModel):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(64, 10)
-        self.scale = Scale()
-
-    def forward(self, inputs, labels, mode='loss'):
-        outputs = self.scale(self.first(inputs.flatten(1)))
-        return dict(loss=outputs.square().mean())
-"""
-
-
 @needs_modes
 @pytest.mark.parametrize(
     ('line', 'told'),
     [
-        ("return x + torch.ones(10, device='meta')", 'got operands on cpu, meta'),
-        ("return x * torch.ones(1, device='meta').item()", 'the step fails with RuntimeError'),
-        ("return x + torch.ones(10, device='meta').to('cpu')", 'the step fails with NotImpl'),
-        ("return x.to('meta')", 'NotImplementedError: Cannot copy out of meta tensor; no data!'),
+        ("return one + torch.ones(10, device='meta')", 'got operands on cpu, meta'),
+        ("return one * torch.ones(1, device='meta').item()", 'the step fails with RuntimeError'),
+        ("return one + torch.ones(10, device='meta').to('cpu')", 'the step fails with NotImpl'),
+        ("return one.to('meta')", 'NotImplementedError: Cannot copy out of meta tensor; no data!'),
     ],
 )
 def test_a_tensor_without_values(tmp_path, line, told):
-    (tmp_path / 'on_meta.py').write_text(ON_META.format(line=line))
-    path = config(tmp_path, "model = dict(_delete_=True, type='OnMeta')", ['on_meta'])
+    file = tmp_path / 'planted_model.py'
+    file.write_text(PLANTED.format(line=line, device='cpu'))
+    path = config(tmp_path, WITH_PLANTED, ['planted_model'])
     status, out, _ = checked(path, folder=tmp_path)
     assert status == 1
     assert told in out
     if 'Cannot copy' not in told:
-        assert f'  in: scale (Scale)\n  at: {tmp_path / "on_meta.py"}:10: {line}\n' in out
+        assert f'  in: add (Sum)\n  at: {file}:{NUMBER}: {line}\n' in out
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ DOCS = Path(__file__).parents[2] / 'docs'
 
 @pytest.fixture
 def page(monkeypatch):
-    """The script that writes the pages."""
     monkeypatch.syspath_prepend(str(DOCS))
     yield importlib.import_module('cli_page')
     for module in ('cli_page', 'tables'):

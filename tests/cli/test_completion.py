@@ -1,10 +1,9 @@
 """The script with which a shell completes the command."""
 
-import subprocess
-
 import pytest
 
 from mmdevplug.cli import completion, main as command
+from tests.commands import run
 
 #: Completes words in bash as it does after a tab.
 COMPLETE = """
@@ -29,8 +28,7 @@ def test_bash_completes_commands_options_and_choices(tmp_path, capsys, words, co
     pytest.importorskip('shtab', reason="needs the extra 'completion'")
     assert command.main(['--print-completion', 'bash']) == 0
     (tmp_path / 'script').write_text(capsys.readouterr().out)
-    line = ['bash', '-c', COMPLETE, 'bash', 'mmdevplug', *words]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run('bash', '-c', COMPLETE, 'bash', 'mmdevplug', *words, cwd=tmp_path)
     assert done.stdout.strip() == completed, done.stderr
 
 

@@ -1,19 +1,17 @@
 """Configs that cannot be read, and packages that cannot be imported: one line each."""
 
-import textwrap
 from unittest.mock import Mock
 
 import pytest
 from mmengine.registry import RUNNERS
 
 from mmdevplug.cli import plan, test, train
-from tests.cli.running import DIGITS, config, mmdevplug, only_message
-from tests.cli.test_mistakes import only_line
+from tests.cli.running import DIGITS, config, mmdevplug, only_line, only_message
 
 
 def write(folder, name, text):
     path = folder / name
-    path.write_text(textwrap.dedent(text))
+    path.write_text(text)
     return path
 
 
@@ -69,8 +67,6 @@ def test_the_host_alone_has_no_plan():
             "e.g. 'cuda:0-1', which a plan does not need to be present. The host is one" in found
         )
 
-
-# packages ---------------------------------------------------------------------------------------
 
 REGISTRY = """
 from mmengine.registry import MODELS as ROOT, Registry

@@ -26,28 +26,27 @@ EPOCHS = 9  # of 8 iterations on two ranks, or 16 on one
 class Job:
     """A job whose two hosts are network namespaces and meet at one of them."""
 
-    def __init__(self, folder, hosts, keeper=0):
-        self.folder, self.hosts, self.keeper = folder, hosts, keeper
-        self.samples = folder / 'samples'
+    def __init__(self, folder, hosts):
+        self.folder, self.hosts, self.keeper, self.running = folder, hosts, 0, {}
+        self.samples, self.config = folder / 'samples', folder / 'job.py'
         self.samples.mkdir()
-        self.config = folder / 'job.py'
-        self.running = {}
-
-    def write_config(self, pause=0.25, **accelerator):
         cfg = whole_config(
-            self.folder / 'work',
+            folder / 'work',
             length=EPOCHS,
             checkpoint=dict(interval=3, by_epoch=False),
             default_hooks__logger=dict(type='LoggerHook', interval=1),
-            custom_hooks=[dict(type='WriteSamples', folder=str(self.samples), pause=pause)],
+            custom_hooks=[dict(type='WriteSamples', folder=str(self.samples), pause=0.25)],
             log_level='INFO',
         )
-        cfg['accelerator'].update(**accelerator)
         cfg['custom_imports'] = dict(imports=['mmdevplug', 'tests.cli.elastic_job'])
         del cfg['launcher']
         Config(cfg).dump(str(self.config))
 
-    def start(self, host, *words):
+    def train(self, host):
+        words = [
+            *('train', str(self.config), '--nnodes', '1:2', '--nproc', '1', '--master-addr'),
+            *(self.hosts.address_of(self.keeper), '--work-dir', str(self.folder / 'work')),
+        ]
         env = environment(GLOO_SOCKET_IFNAME=INTERFACE)
         with open(str(self.folder / f'host{host}'), 'a') as printed:
             self.running[host] = subprocess.Popen(
@@ -55,26 +54,14 @@ class Job:
                 stdout=printed, stderr=printed, start_new_session=True,
             )  # fmt: skip
 
-    def train(self, host, nnodes='1:2', *words):
-        address = self.hosts.address_of(self.keeper)
-        self.start(
-            host, 'train', str(self.config), '--nnodes', nnodes, '--nproc', '1',
-            '--master-addr', address, '--work-dir', str(self.folder / 'work'), *words,
-        )  # fmt: skip
-
     def train_on_two_hosts(self):
-        """Train until both hosts have iterations behind them."""
-        self.write_config()
         self.train(0)
         self.train(1)
         self.wait_for_iterations(ranks=2)
 
-    def lose(self, host):
-        """Cut a host off and end everything on it, without a word to the others."""
-        subprocess.run(
-            ['ip', '-n', self.hosts.names[host], 'link', 'set', INTERFACE, 'down'], check=True
-        )
-        self.kill(host)
+    def link(self, host, state):
+        line = ['ip', '-n', self.hosts.names[host], 'link', 'set', INTERFACE, state]
+        subprocess.run(line, check=True)
 
     def kill(self, host):
         process = self.running.pop(host)
@@ -83,11 +70,6 @@ class Job:
             for one in [*agent.children(recursive=True), agent]:
                 one.kill()
         process.wait()
-
-    def repair(self, host):
-        subprocess.run(
-            ['ip', '-n', self.hosts.names[host], 'link', 'set', INTERFACE, 'up'], check=True
-        )
 
     def printed(self, host):
         return (self.folder / f'host{host}').read_text()
@@ -98,26 +80,16 @@ class Job:
         for path in self.samples.iterdir():
             for line in path.read_text().splitlines(keepends=True):
                 if line.endswith('\n'):
-                    found.append(SimpleNamespace(**dict(zip(NAMES, json.loads(line)))))
+                    found.append(SimpleNamespace(**json.loads(line)))
         return sorted(found, key=lambda line: line.time)
 
-    def wait_for(self, reached, seconds=240):
-        deadline = time.monotonic() + seconds
-        while not reached():
+    def wait_for_iterations(self, ranks, count=4):
+        begun, deadline, wanted = time.time(), time.monotonic() + 240, count * ranks
+        while sum(line.ranks == ranks for line in self.lines() if line.time > begun) < wanted:
             for host in [host for host, one in self.running.items() if one.poll() is not None]:
                 raise AssertionError(f'host {host} ended:\n{self.printed(host)[-3000:]}')
             assert time.monotonic() < deadline, [self.printed(host)[-3000:] for host in (0, 1)]
             time.sleep(0.2)
-
-    def wait_for_iterations(self, ranks, count=4):
-        """Wait for this number of further iterations on this number of ranks."""
-        begun = time.time()
-        self.wait_for(
-            lambda: (
-                sum(line.ranks == ranks and line.time > begun for line in self.lines())
-                >= count * ranks
-            )
-        )
 
     def check_result(self):
         """Whether all epochs were trained, on all samples, of which each rank takes as many."""
@@ -127,9 +99,6 @@ class Job:
         lines = self.lines()
         assert {len(line.samples) for line in lines} == {STEP}
         assert len({one for line in lines for one in line.samples}) == SAMPLES
-
-
-NAMES = ('time', 'ranks', 'iteration', 'samples')
 
 
 @pytest.fixture
@@ -149,9 +118,10 @@ def job(tmp_path):
 def test_two_hosts_one_host_and_two_again(job):
     """A host is lost, and joins again; the other goes on meanwhile."""
     job.train_on_two_hosts()
-    job.lose(1)
+    job.link(1, 'down')
+    job.kill(1)
     job.wait_for_iterations(ranks=1)
-    job.repair(1)
+    job.link(1, 'up')
     job.train(1)
     job.wait_for_iterations(ranks=2)
     commands = [job.running.pop(host) for host in (0, 1)]

@@ -101,6 +101,8 @@ def below_torchrun(*place):
 
 PER_HOST = (pytorch_job, elastic_pytorch_job, train_job, pod_of_one_process, volcano)
 PER_PROCESS = (srun, open_mpi, hydra, below_torchrun)
+#: Have variables of the names of torchrun's, of which a shell can hold one value alone.
+SAME_NAMES = (below_torchrun, pytorch_job, pod_of_one_process)
 NAMES = {srun: 'slurm', open_mpi: 'mpi', hydra: 'mpi', below_torchrun: 'pytorch'}
 
 
@@ -137,12 +139,7 @@ def draw(number):
         expected = ('rank', NAMES[scheduler], index * nproc, hosts * nproc)
         if hosts * nproc == 1 and scheduler is not below_torchrun:
             expected = ('alone',)
-    if chance.random() < 0.3 and scheduler not in (
-        below_torchrun,
-        pytorch_job,
-        pod_of_one_process,
-    ):
-        # These have variables of the same names, of which a shell can hold one value alone.
+    if chance.random() < 0.3 and scheduler not in SAME_NAMES:
         environ = {**LEFT, **environ}
         if scheduler in (srun, volcano, sbatch):
             del environ['MASTER_ADDR'], environ['MASTER_PORT']

@@ -1,9 +1,11 @@
 """``mmdevplug plan``."""
 
 import json
+import os
 
 import mmseg
 import pytest
+from mmengine.config import Config
 from transformers import LlamaConfig, T5Config
 
 from mmdevplug.cli.common import run
@@ -22,7 +24,6 @@ def llama(tmp_path):
 
 
 def planned(tmp_path, *arguments):
-    """The plan that a command writes."""
     path = tmp_path / 'plan.json'
     assert run(main, [*arguments, '--json', str(path)]) == 0
     return DevicePlan.from_dict(json.loads(path.read_text()))
@@ -72,8 +73,6 @@ def test_all_options(llama, tmp_path):
 
 def test_a_config_and_its_optimizer(tmp_path):
     made = planned(tmp_path, DIGITS, '--devices', 'gcu:0-1', '--training')
-    from mmengine.config import Config
-
     assert Config.fromfile(DIGITS).optim_wrapper.optimizer.type == 'SGD'
     assert made.parts['optimizer'] == made.parts['gradients']  # momentum
     other = planned(tmp_path, DIGITS, '--devices', 'gcu:0-1', '--training', '--optimizer', 'adamw')
@@ -83,8 +82,6 @@ def test_a_config_and_its_optimizer(tmp_path):
 
 @pytest.mark.operators
 def test_a_config_of_mmsegmentation(tmp_path):
-    import os
-
     path = os.path.join(os.path.dirname(mmseg.__file__), '.mim', 'configs', SWIN)
     made = planned(tmp_path, path, '--devices', 'cuda:0-1', '--strategy', 'dynamic')
     assert made.model == 'EncoderDecoder'

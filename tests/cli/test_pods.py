@@ -8,14 +8,8 @@ from mmdevplug.accelerators import counting
 from mmdevplug.cli import launch, train
 from mmdevplug.errors import LaunchError
 from tests.cli.running import CONFIG
-from tests.cli.starting import NoRanks
 
 POD = dict(RANK='1', WORLD_SIZE='2', MASTER_ADDR='job-master-0', MASTER_PORT='23456')
-
-
-@pytest.fixture
-def started(monkeypatch):
-    return NoRanks(monkeypatch)
 
 
 def set_variables(monkeypatch, environ):

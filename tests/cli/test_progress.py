@@ -4,7 +4,9 @@ import threading
 import time
 
 import pytest
+import torch
 
+from mmdevplug.accelerators import XLAAccelerator
 from mmdevplug.accelerators.lazy import FIRST_GRAPHS
 from mmdevplug.checkpoint.writing import write_checkpoint
 from mmdevplug.utils import progress
@@ -62,8 +64,6 @@ def test_ranks_but_the_first_are_silent(quick, monkeypatch):
 
 
 def test_a_checkpoint_that_takes_long_says_how_large_it_is(quick, monkeypatch, tmp_path):
-    import torch
-
     lines = []
     monkeypatch.setattr(progress, 'write_log', lines.append)
     save = torch.save
@@ -82,8 +82,6 @@ def test_a_checkpoint_that_takes_long_says_how_large_it_is(quick, monkeypatch, t
 @pytest.mark.xla
 def test_first_graphs_of_a_lazy_device(quick, monkeypatch):
     import torch_xla
-
-    from mmdevplug.accelerators import XLAAccelerator
 
     lines, calls = [], []
     monkeypatch.setattr(progress, 'write_log', lines.append)

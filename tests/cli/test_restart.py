@@ -2,7 +2,8 @@
 
 import ipaddress
 import json
-import subprocess
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from benchmarks.hosts import INTERFACE, Hosts, available
 from tests.cli.running import config
 from tests.commands import CLI, environment, run
-from tests.jobs import ROOT
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.long
@@ -34,11 +34,8 @@ def epochs_of(work_dir):
     starts = []
     for folder in sorted(path for path in Path(work_dir).iterdir() if path.is_dir()):
         (log,) = folder.glob('*.log')
-        lines = [line for line in log.read_text().splitlines() if 'Epoch(train)' in line]
-        numbers = [
-            int(line.split('Epoch(train)')[1].split('[')[1].split(']')[0]) for line in lines
-        ]
-        starts.append(sorted(set(numbers)))
+        numbers = re.findall(r'Epoch\(train\)[^[]*\[(\d+)\]', log.read_text())
+        starts.append(sorted(set(map(int, numbers))))
     return starts
 
 
@@ -112,19 +109,14 @@ def test_a_killed_rank_on_one_of_two_hosts_is_restarted(tmp_path, hosts):
         (['bash', 'tools/dist_train.sh', path, '2', *common], script),
         ([*TRAIN, path, *flags, *common], environment(GLOO_SOCKET_IFNAME=INTERFACE)),
     ]
-    jobs = [
-        subprocess.Popen(
-            hosts.command(host, command), cwd=str(ROOT), env=env,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for host, (command, env) in enumerate(commands)
-    ]  # fmt: skip
-    try:
-        printed = [job.communicate(timeout=280)[0] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    assert [job.returncode for job in jobs] == [0, 0], printed
+
+    def start(host):
+        command, env = commands[host]
+        return run(*hosts.command(host, command), env=env)
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = list(pool.map(start, range(2)))
+    assert [job.returncode for job in jobs] == [0, 0], [job.stderr for job in jobs]
     starts = epochs_of(tmp_path / 'work')
     assert [min(start) for start in starts] == [1, starts[0][-1]]
     assert starts[-1][-1] == 3

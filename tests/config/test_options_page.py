@@ -12,7 +12,6 @@ DOCS = Path(__file__).parents[2] / 'docs'
 
 @pytest.fixture
 def page(monkeypatch):
-    """The script that writes the pages."""
     monkeypatch.syspath_prepend(str(DOCS))
     yield importlib.import_module('options_page')
     for module in ('options_page', 'options_needed', 'tables'):
@@ -44,5 +43,4 @@ def test_who_needs_an_option_is_a_sentence_in_both_languages(page):
 
 
 def values_in(meaning):
-    """Code and numbers."""
     return sorted(re.findall(r'`[^`]+`|\d+|[A-Z]{3,}\d?', meaning))

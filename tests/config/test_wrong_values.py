@@ -48,7 +48,10 @@ WRONG = {
     'model_parallel.precision': ('int8', "expected 'fp32', 'float32', 'bf16', 'bfloat16', 'fp16'"),
     'model_parallel.strategy': ('even', "expected 'balanced', 'dynamic' or 'auto'."),
     'model_parallel.strict_r_check': ('no', FLAG),
-    'model_wrapper_cfg.bucket_cap_mb': (-1, 'expected a number below 1,000,000, of at least 0'),
+    'model_wrapper_cfg.bucket_cap_mb': (
+        -1,
+        'expected a number below 1,000,000, of at least 0, or None.',
+    ),
     'model_wrapper_cfg.grad_compression': ('fp16', "expected 'none' or 'bf16'."),
     'model_wrapper_cfg.nonfinite_grads': ('skip', "expected 'stop' or 'ignore', or None."),
     'sharding.blocks': ('Block', 'expected a list of names of classes or modules, or None.'),

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from tests.cli.starting import in_container, need_namespaces
+from tests.commands import run
 from tests.jobs import ROOT
 
 TEXT = (ROOT / 'Dockerfile').read_text()
@@ -62,13 +62,12 @@ def copy_context(folder):
             shutil.copy2(source, folder / source.name)
 
 
-def script(arguments):
+def script():
     """The instructions as a shell script, and then the check as the image's user."""
     lines = ['umask 022']
     for name, rest in instructions():
         if name == 'ARG':
-            key, _, default = rest.partition('=')
-            value = arguments.get(key, default)
+            key, _, value = rest.partition('=')
             lines += [f'export {key}={shlex.quote(value)}'] * bool(value)
         elif name == 'ENV':
             lines.append(f'export {rest}')
@@ -87,7 +86,6 @@ def script(arguments):
 
 
 def entry():
-    """The command of the image."""
     found = dict(instructions())
     return json.loads(found['ENTRYPOINT']), json.loads(found['CMD'])
 
@@ -135,12 +133,10 @@ def test_steps_leave_the_torch_of_the_base_alone_and_the_image_trains(tmp_path):
         f'export PATH={sysconfig.get_paths()["scripts"]}:$PATH OMP_NUM_THREADS=1\n'
     )
     before = sorted(os.listdir(site))
-    command = ['bash', '-c', CHROOT, str(root), str(tmp_path), prepare + script({})]
+    command = ['bash', '-c', CHROOT, str(root), str(tmp_path), prepare + script()]
     environ = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     need_namespaces()
-    done = subprocess.run(
-        in_container(command), capture_output=True, text=True, timeout=850, env=environ
-    )
+    done = run(*in_container(command), env=environ, timeout=850)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert sorted(os.listdir(site)) == before
     printed = done.stdout

@@ -14,63 +14,54 @@ from .test_manifests import DOCUMENTS, find
 
 
 def train_job():
-    """Yield the variables of each pod of the TrainJob, and its command."""
+    """Yield the command of each pod of the TrainJob, and its variables."""
     document = DOCUMENTS['TrainJob']
     trainer, name = document['spec']['trainer'], document['metadata']['name']
     for index in range(trainer['numNodes']):
-        yield (
-            trainer['command'],
-            dict(
-                PET_NNODES=str(trainer['numNodes']),
-                PET_NPROC_PER_NODE=str(trainer['numProcPerNode']),
-                PET_NODE_RANK=str(index),
-                PET_MASTER_ADDR=f'{name}-node-0-0.{name}',
-                PET_MASTER_PORT='29500',
-            ),
+        variables = dict(
+            PET_NNODES=str(trainer['numNodes']),
+            PET_NPROC_PER_NODE=str(trainer['numProcPerNode']),
+            PET_NODE_RANK=str(index),
+            PET_MASTER_ADDR=f'{name}-node-0-0.{name}',
+            PET_MASTER_PORT='29500',
         )
+        yield trainer['command'], variables
+
+
+def commands_of(replicas):
+    return [
+        pods['template']['spec']['containers'][0]['command']
+        for pods in replicas
+        for _ in range(pods['replicas'])
+    ]
 
 
 def pytorch_job():
     """The same of the PyTorchJob, whose WORLD_SIZE counts processes and RANK pods."""
     document = DOCUMENTS['PyTorchJob']
     spec, name = document['spec'], document['metadata']['name']
-    pods = [
-        replicas['template']
-        for kind in ('Master', 'Worker')
-        for replicas in [spec['pytorchReplicaSpecs'][kind]]
-        for _ in range(replicas['replicas'])
-    ]
-    for rank, pod in enumerate(pods):
-        address = dict(MASTER_ADDR=f'{name}-master-0', MASTER_PORT='23456')
-        yield (
-            pod['spec']['containers'][0]['command'],
-            dict(
-                address,
-                **{f'PET_{key}': value for key, value in address.items()},
-                WORLD_SIZE=str(len(pods) * int(spec['nprocPerNode'])),
-                RANK=str(rank),
-                PET_NODE_RANK=str(rank),
-                PET_NPROC_PER_NODE=spec['nprocPerNode'],
-                PET_NNODES=str(len(pods)),
-            ),
+    commands = commands_of(spec['pytorchReplicaSpecs'][kind] for kind in ('Master', 'Worker'))
+    address = dict(MASTER_ADDR=f'{name}-master-0', MASTER_PORT='23456')
+    for rank, command in enumerate(commands):
+        variables = dict(
+            address,
+            **{f'PET_{key}': value for key, value in address.items()},
+            WORLD_SIZE=str(len(commands) * int(spec['nprocPerNode'])),
+            RANK=str(rank),
+            PET_NODE_RANK=str(rank),
+            PET_NPROC_PER_NODE=spec['nprocPerNode'],
+            PET_NNODES=str(len(commands)),
         )
+        yield command, variables
 
 
 def volcano_job():
     """The same of the job of Volcano, which says nothing of processes."""
     document = DOCUMENTS['Job']
-    tasks, name = document['spec']['tasks'], document['metadata']['name']
-    pods = [task['template'] for task in tasks for _ in range(task['replicas'])]
-    for rank, pod in enumerate(pods):
-        yield (
-            pod['spec']['containers'][0]['command'],
-            dict(
-                MASTER_ADDR=f'{name}-master-0.{name}',
-                MASTER_PORT='23456',
-                WORLD_SIZE=str(len(pods)),
-                RANK=str(rank),
-            ),
-        )
+    name, commands = document['metadata']['name'], commands_of(document['spec']['tasks'])
+    address = dict(MASTER_ADDR=f'{name}-master-0.{name}', MASTER_PORT='23456')
+    for rank, command in enumerate(commands):
+        yield command, dict(address, WORLD_SIZE=str(len(commands)), RANK=str(rank))
 
 
 @pytest.mark.parametrize('job', [train_job, pytorch_job, volcano_job])

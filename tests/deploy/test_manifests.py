@@ -3,7 +3,6 @@
 import copy
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,11 +12,14 @@ import yaml
 
 from mmdevplug.cli.train import build_parser
 from tests import slurm_cluster
+from tests.cli.running import CONFIG, SHORT
+from tests.commands import run
 from tests.jobs import PATHS, ROOT, ranks_of
 
 from .shapes import SHAPES, check
 
 FOLDER = ROOT / 'deploy'
+SCRIPT = FOLDER / 'slurm.sbatch'
 DOCKERFILE = (ROOT / 'Dockerfile').read_text()
 DOCUMENTS = {
     document['kind']: document
@@ -44,10 +46,7 @@ def over(kinds):
 
 def test_every_manifest_is_looked_at():
     assert set(DOCUMENTS) == set(SHAPES)
-    assert {path.name for path in FOLDER.iterdir()} == {
-        *(path.name for path in FOLDER.glob('*.yaml')),
-        'slurm.sbatch',
-    }
+    assert [path for path in FOLDER.iterdir() if path.suffix != '.yaml'] == [SCRIPT]
 
 
 @over(sorted(SHAPES))
@@ -113,14 +112,9 @@ def test_names_that_operators_look_for():
         assert f'--{task["name"]}={task["name"]}' in job['plugins']['pytorch']
 
 
-# Slurm ------------------------------------------------------------------------------------------
-
-SCRIPT = FOLDER / 'slurm.sbatch'
-
-
 def test_slurm_script_parses_and_wants_a_config():
-    assert subprocess.run(['bash', '-n', SCRIPT]).returncode == 0
-    done = subprocess.run(['bash', SCRIPT], capture_output=True, text=True)
+    assert run('bash', '-n', SCRIPT).returncode == 0
+    done = run('bash', SCRIPT)
     assert done.returncode == 2
     assert done.stderr.startswith('Usage: sbatch deploy/slurm.sbatch CONFIG')
 
@@ -140,31 +134,25 @@ def slurm():
 SMALL = ['--nodes=1', '--ntasks-per-node=2', '--cpus-per-task=1', '--gres=none']
 
 
-def sbatch(environ, *words):
-    return subprocess.run(
-        ['sbatch', *map(str, words)], cwd=ROOT, env=environ, capture_output=True, text=True
-    )
-
-
 def test_slurm_accepts_the_script(slurm):
-    done = sbatch(slurm, '--test-only', *SMALL, SCRIPT, 'config.py')
+    done = run('sbatch', '--test-only', *SMALL, SCRIPT, 'config.py', env=slurm)
     assert done.returncode == 0, done.stderr
     assert re.search(r'using 2 processors', done.stderr), done.stderr
     # As it stands it asks for devices, which this cluster does not have.
-    assert sbatch(slurm, '--test-only', SCRIPT, 'config.py').returncode != 0
+    assert run('sbatch', '--test-only', SCRIPT, 'config.py', env=slurm).returncode != 0
 
 
 @pytest.mark.long
 def test_slurm_trains(slurm, tmp_path):
     log = tmp_path / 'log'
-    done = sbatch(
-        slurm, *SMALL, f'--output={log}', 'deploy/slurm.sbatch', 'configs/digits/digits_cpu.py',
-        '--work-dir', tmp_path / 'work', '--cfg-options', 'train_cfg.max_epochs=1',
-        'train_cfg.val_interval=1',
-    )  # fmt: skip
+    done = run(
+        *('sbatch', *SMALL, f'--output={log}', 'deploy/slurm.sbatch', CONFIG),
+        *('--work-dir', tmp_path / 'work', *SHORT),
+        env=slurm,
+    )
     assert done.returncode == 0, done.stderr
     deadline = time.monotonic() + 200
-    while subprocess.run(['squeue', '-h'], env=slurm, capture_output=True).stdout:
+    while run('squeue', '-h', env=slurm).stdout:
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.5)
     assert Path((tmp_path / 'work/last_checkpoint').read_text()).name == 'epoch_1.pth'

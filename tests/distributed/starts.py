@@ -1,6 +1,6 @@
 """Start jobs of several ranks again and again, and report how each rank ended.
 
-    python -m tests.distributed.starts TIMES RANKS WORK
+    python -m tests.distributed.starts TIMES RANKS
 
 Ranks are forked from one process that has imported everything, and end as scripts do: through
 ``atexit``, the end of the interpreter and the destructors of C++.
@@ -13,6 +13,12 @@ import sys
 import tempfile
 import time
 
+import torch
+from torch import distributed as torch_dist
+
+from mmdevplug import init_device
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.samples import balance_samples
 from tests.ranks import PRELOAD, free_port, launch_variables
 
 #: How long the ranks of one job may take.
@@ -21,13 +27,6 @@ SECONDS = 120
 
 def exchange():
     """Collectives and an exchange of samples; afterwards ranks end at different times."""
-    import torch
-    from torch import distributed as torch_dist
-
-    from mmdevplug import init_device
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.samples import balance_samples
-
     context = init_device('pytorch', 'cpu', timeout=60)
     rank = context.env.rank
     for _ in range(3):
@@ -37,22 +36,7 @@ def exchange():
     time.sleep(0.02 * (rank % 3))
 
 
-def leave():
-    """Nothing but a start."""
-    from mmdevplug import init_device
-
-    init_device('pytorch', 'cpu', timeout=60)
-
-
-def train():
-    """A training of a few iterations."""
-    from tests.data.jobs import build
-
-    folder = os.path.join(tempfile.gettempdir(), f'starts-{os.environ["MASTER_PORT"]}')
-    build(folder, log_level='ERROR').train()
-
-
-def start(rank, ranks, port, work, output):
+def start(rank, ranks, port, output):
     """Fork a rank; True in the child."""
     pid = os.fork()
     if pid:
@@ -60,16 +44,16 @@ def start(rank, ranks, port, work, output):
     os.environ.update(launch_variables(rank, ranks, port))
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
-    work()
+    exchange()
     return None
 
 
-def run_job(ranks, work):
+def run_job(ranks):
     """Exit statuses of all ranks, and what they printed; None in a rank that is done."""
     with tempfile.TemporaryFile('w+') as output:
         port, pids = free_port(), []
         for rank in range(ranks):
-            pid = start(rank, ranks, port, work, output)
+            pid = start(rank, ranks, port, output)
             if pid is None:
                 return None
             pids.append(pid)
@@ -79,11 +63,8 @@ def run_job(ranks, work):
             for rank, pid in enumerate(pids):
                 ended, status = os.waitpid(pid, os.WNOHANG) if rank not in statuses else (0, 0)
                 if ended:
-                    statuses[rank] = (
-                        -os.WTERMSIG(status)
-                        if os.WIFSIGNALED(status)
-                        else (os.WEXITSTATUS(status))
-                    )
+                    signaled = os.WIFSIGNALED(status)
+                    statuses[rank] = -os.WTERMSIG(status) if signaled else os.WEXITSTATUS(status)
                 elif rank not in statuses and time.monotonic() > deadline:
                     os.kill(pid, 9)
             time.sleep(0.005)
@@ -92,16 +73,14 @@ def run_job(ranks, work):
 
 
 def main():
-    times, ranks, work = int(sys.argv[1]), int(sys.argv[2]), globals()[sys.argv[3]]
-    import torch
-
+    times, ranks = map(int, sys.argv[1:])
     for module in PRELOAD:
         __import__(module)
     torch.set_num_threads(1)
     faulthandler.enable()
     bad = []
     for _ in range(times):
-        found = run_job(ranks, work)
+        found = run_job(ranks)
         if found is None:
             return  # a rank, which ends as scripts do
         statuses, printed = found

@@ -7,28 +7,23 @@ from datetime import timedelta
 import pytest
 from torch import distributed as torch_dist
 
+from mmdevplug import init_device
 from mmdevplug.distributed.process_group import to_timeout
-from mmdevplug.errors import LaunchError
+from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
+from mmdevplug.fault_tolerance import failure, failure_watch
+from mmdevplug.fault_tolerance.failure import enter_phase
+from mmdevplug.fault_tolerance.store_barrier import wait_until
+from tests.fault_tolerance.blaming import check_errors
 from tests.jobs import torch_before
-from tests.ranks import RanksFailed, run_ranks
-
-
-def errors_of(function, world_size, *args):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(function, world_size, *args, together=True)
-    return raised.value.errors
+from tests.ranks import errors_of_ranks, run_ranks
 
 
 def start(timeout=60):
-    from mmdevplug import init_device
-
     init_device('pytorch', 'cpu', timeout=timeout)
     return int(os.environ['RANK'])
 
 
 def meet_and_run():
-    from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
-
     rank, called = start(), []
     results = [
         run_on_main('counting', lambda: called.append(rank) or dict(n=len(called)))
@@ -46,9 +41,6 @@ def test_only_rank_0_runs_and_all_get_the_result():
 
 
 def wait_often():
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure
-
     rank, order, keys = start(), [], []
     store, _ = failure.current_job()
     if torch_before('1.12.0'):
@@ -72,8 +64,6 @@ def test_waiting_in_every_iteration_leaves_nothing_more_in_the_store():
 
 
 def test_a_single_process_waits_for_nobody():
-    from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
-
     wait_for_everyone('nothing')
     assert run_on_main('counting', lambda: (1, 2)) == (1, 2)
     with pytest.raises(ZeroDivisionError):
@@ -81,10 +71,6 @@ def test_a_single_process_waits_for_nobody():
 
 
 def wait_for_rank_2(seconds):
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure_watch
-    from mmdevplug.fault_tolerance.failure import enter_phase
-
     failure_watch.REPORT_SECONDS = 2.0
     messages = []
     failure_watch.say = messages.append
@@ -105,9 +91,6 @@ def test_a_rank_that_waits_says_for_whom():
 
 
 def come_too_late():
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import enter_phase
-
     rank = start()
     enter_phase('reading annotations')
     if rank == 1:
@@ -116,22 +99,20 @@ def come_too_late():
 
 
 def test_a_timeout_names_the_missing_rank_on_all():
-    errors = errors_of(come_too_late, 3)
+    errors = errors_of_ranks(come_too_late, 3, together=True)
     assert sorted(errors) == [0, 1, 2]
-    for kind, message, _ in errors.values():
-        assert kind == 'RankFailedError'
-        assert 'because of rank 1 of 3' in message
-        assert "in 'reading annotations'" in message
-        assert "missing after 3 s at 'data preparation'" in message
-        assert 'env_cfg.dist_cfg.timeout' in message
+    check_errors(
+        errors,
+        'RankFailedError',
+        'because of rank 1 of 3',
+        "in 'reading annotations'",
+        "missing after 3 s at 'data preparation'",
+        'env_cfg.dist_cfg.timeout',
+    )
 
 
 def give_up_waiting():
     """Rank 0 stops waiting for a counter, which changes just after."""
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure
-    from mmdevplug.fault_tolerance.store_barrier import wait_until
-
     rank = start()
     store, _ = failure.current_job()
     store.set(f'value/{rank}', f'of rank {rank}')
@@ -153,27 +134,20 @@ def test_a_wait_that_timed_out_leaves_the_store_usable():
 
 
 def fail_on_main():
-    from mmdevplug.distributed.waiting import run_on_main
-
     start()
     run_on_main('saving epoch_1.pth', lambda: os.stat('/nowhere/epoch_1.pth').st_size)
 
 
 def test_an_error_of_rank_0_ends_all():
-    errors = errors_of(fail_on_main, 3)
-    assert errors[0][0] == 'FileNotFoundError'
-    for rank in (1, 2):
-        kind, message, _ = errors[rank]
-        assert kind == 'RankFailedError'
-        assert 'rank 0 of 3 on host' in message
-        assert "1 of 3 ranks failed in 'saving epoch_1.pth':" in message
-        assert 'FileNotFoundError' in message
+    errors = errors_of_ranks(fail_on_main, 3, together=True)
+    assert errors.pop(0)[0] == 'FileNotFoundError'
+    assert sorted(errors) == [1, 2]
+    words = ('rank 0 of 3 on host', 'FileNotFoundError')
+    failed = "1 of 3 ranks failed in 'saving epoch_1.pth':"
+    check_errors(errors, 'RankFailedError', failed, *words)
 
 
 def die_while_others_wait(dying):
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import enter_phase
-
     rank = start()
     enter_phase('data preparation')
     time.sleep(6)  # for the phase to be known
@@ -184,17 +158,13 @@ def die_while_others_wait(dying):
 
 @pytest.mark.parametrize('dying', [0, 1])
 def test_a_rank_that_dies_while_others_wait(dying):
-    errors = errors_of(die_while_others_wait, 3, dying)
+    errors = errors_of_ranks(die_while_others_wait, 3, dying, together=True)
     assert errors.pop(dying)[0] == 'Died'
-    for kind, message, _ in errors.values():
-        assert kind == 'RankFailedError'
-        assert f'because of rank {dying} of 3' in message
-        assert "in 'data preparation'" in message
+    words = (f'because of rank {dying} of 3', "in 'data preparation'")
+    check_errors(errors, 'RankFailedError', *words)
 
 
 def wait_under_a_foreign_process_group():
-    from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
-
     torch_dist.init_process_group('gloo', timeout=timedelta(seconds=60))
     wait_for_everyone('first batch')
     found = run_on_main('counting', lambda: [1, 2])
@@ -207,8 +177,6 @@ def test_under_a_process_group_that_is_not_ours():
 
 
 def wait_for_minus_one():
-    from mmdevplug.distributed.waiting import wait_for_everyone
-
     start()
     wait_for_everyone('first batch', timeout=-1)
 
@@ -218,6 +186,5 @@ def test_an_infinite_timeout_is_a_long_one():
 
 
 def test_a_timeout_that_is_none():
-    for kind, message, _ in errors_of(wait_for_minus_one, 2).values():
-        assert kind == LaunchError.__name__
-        assert 'timeout=-1' in message
+    errors = errors_of_ranks(wait_for_minus_one, 2, together=True)
+    check_errors(errors, 'LaunchError', 'timeout=-1')

@@ -48,16 +48,6 @@ def test_hosts(environ, expected):
     assert Kubernetes(environ).hosts() == expected
 
 
-def test_a_pod_whose_number_volcano_does_not_tell_is_refused():
-    with pytest.raises(LaunchError, match="which Volcano's plugin `pytorch` sets"):
-        Kubernetes(dict(VOLCANO, HOSTNAME='job-worker-0')).hosts()
-
-
-def test_a_pod_beyond_the_last_is_refused():
-    with pytest.raises(LaunchError, match='expected RANK to be 0 to 1, another in each of 2 pods'):
-        Kubernetes(dict(POD, RANK='2')).hosts()
-
-
 @pytest.mark.parametrize('name', ['LOCAL_RANK', 'GROUP_RANK', 'TORCHELASTIC_RUN_ID'])
 def test_the_rank_of_a_process_is_not_that_of_a_pod(name):
     assert Kubernetes(dict(POD, **{name: '0'})).detect() == {}

@@ -15,44 +15,28 @@ from mmdevplug.environments.launch_variables import (
 from mmdevplug.environments.slurm import job_port
 from mmdevplug.errors import LaunchError
 
-TORCHRUN = dict(
-    RANK='5',
-    LOCAL_RANK='1',
-    WORLD_SIZE='8',
-    LOCAL_WORLD_SIZE='4',
-    MASTER_ADDR='10.0.0.1',
-    MASTER_PORT='12345',
+#: What each launcher calls the rank, the number of ranks, and both among those of this host.
+NAMES = dict(
+    pytorch=('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'),
+    slurm=('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID', 'SLURM_TASKS_PER_NODE'),
+    mpi=tuple(f'OMPI_COMM_WORLD_{name}' for name in ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE')),
 )
-SLURM = dict(
-    SLURM_PROCID='5',
-    SLURM_LOCALID='1',
-    SLURM_NTASKS='8',
-    SLURM_NNODES='2',
-    SLURM_TASKS_PER_NODE='4(x2)',
-    SLURM_NODELIST='node[3-4]',
-    MASTER_ADDR='node3',
-    MASTER_PORT='12345',
+#: What the sixth of eight processes sees, the second of four on its host.
+VARIABLES = {
+    launcher: dict(zip(names, ('5', '8', '1', '4')), MASTER_ADDR='10.0.0.1', MASTER_PORT='12345')
+    for launcher, names in NAMES.items()
+}
+TORCHRUN, SLURM, MPI = VARIABLES.values()
+SLURM.update(SLURM_TASKS_PER_NODE='4(x2)', SLURM_NNODES='2', SLURM_NODELIST='node[3-4]')
+
+over_launchers = pytest.mark.parametrize('launcher', NAMES)
+over_numbers = pytest.mark.parametrize(
+    ('launcher', 'name'),
+    [(launcher, name) for launcher, names in NAMES.items() for name in names[:3]],
 )
-MPI = dict(
-    OMPI_COMM_WORLD_RANK='5',
-    OMPI_COMM_WORLD_LOCAL_RANK='1',
-    OMPI_COMM_WORLD_SIZE='8',
-    OMPI_COMM_WORLD_LOCAL_SIZE='4',
-    MASTER_ADDR='10.0.0.1',
-    MASTER_PORT='12345',
+over_processes_per_host = pytest.mark.parametrize(
+    ('launcher', 'name'), [(launcher, NAMES[launcher][3]) for launcher in ('pytorch', 'mpi')]
 )
-VARIABLES = dict(pytorch=TORCHRUN, slurm=SLURM, mpi=MPI)
-NUMBERS = [
-    ('pytorch', 'RANK'),
-    ('pytorch', 'LOCAL_RANK'),
-    ('pytorch', 'WORLD_SIZE'),
-    ('slurm', 'SLURM_PROCID'),
-    ('slurm', 'SLURM_LOCALID'),
-    ('slurm', 'SLURM_NTASKS'),
-    ('mpi', 'OMPI_COMM_WORLD_RANK'),
-    ('mpi', 'OMPI_COMM_WORLD_LOCAL_RANK'),
-    ('mpi', 'OMPI_COMM_WORLD_SIZE'),
-]
 
 
 def changed(variables, **changes):
@@ -61,10 +45,9 @@ def changed(variables, **changes):
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def refusal(launcher, environ, port=None):
-    """The message with which variables are refused."""
+def refusal(launcher, environ):
     with pytest.raises(LaunchError) as caught:
-        read_launch_env(launcher, environ, port)
+        read_launch_env(launcher, environ)
     return str(caught.value)
 
 
@@ -81,22 +64,10 @@ def put_scontrol(tmp_path, monkeypatch):
     return put
 
 
-# what is read --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ('launcher', 'address'), [('pytorch', '10.0.0.1'), ('slurm', 'node3'), ('mpi', '10.0.0.1')]
-)
-def test_every_launcher_gives_the_same_values(launcher, address):
-    assert read_launch_env(launcher, VARIABLES[launcher]) == LaunchEnv(
-        launcher=launcher,
-        rank=5,
-        local_rank=1,
-        world_size=8,
-        local_world_size=4,
-        master_addr=address,
-        master_port=12345,
-    )
+@over_launchers
+def test_every_launcher_gives_the_same_values(launcher):
+    expected = LaunchEnv(launcher, 5, 1, 8, 4, '10.0.0.1', 12345)
+    assert read_launch_env(launcher, VARIABLES[launcher]) == expected
 
 
 def test_no_launcher_is_a_single_process_whatever_the_variables_say():
@@ -117,20 +88,14 @@ def test_reading_does_not_change_the_variables():
     assert environ == SLURM
 
 
-@pytest.mark.parametrize('launcher', ['pytorch', 'slurm', 'mpi'])
-def test_missing_port_is_that_of_torch_distributed(launcher):
+@over_launchers
+def test_port_argument_wins_over_the_variable_and_that_over_torch_distributeds(launcher):
+    assert read_launch_env(launcher, VARIABLES[launcher], port=23456).master_port == 23456
     env = read_launch_env(launcher, changed(VARIABLES[launcher], MASTER_PORT=None))
     assert env.master_port == DEFAULT_PORT == 29500
 
 
-@pytest.mark.parametrize('launcher', ['pytorch', 'slurm', 'mpi'])
-def test_port_argument_wins_over_the_variable(launcher):
-    assert read_launch_env(launcher, VARIABLES[launcher], port=23456).master_port == 23456
-
-
-@pytest.mark.parametrize(
-    ('launcher', 'name'), [('pytorch', 'LOCAL_WORLD_SIZE'), ('mpi', 'OMPI_COMM_WORLD_LOCAL_SIZE')]
-)
+@over_processes_per_host
 def test_processes_per_host_may_be_unknown(launcher, name):
     env = read_launch_env(launcher, changed(VARIABLES[launcher], **{name: None}))
     assert env.local_world_size is None
@@ -138,8 +103,7 @@ def test_processes_per_host_may_be_unknown(launcher, name):
 
 
 def test_job_on_one_host_is_known_as_such():
-    env = read_launch_env('pytorch', changed(TORCHRUN, LOCAL_WORLD_SIZE='8'))
-    assert env.single_host
+    assert read_launch_env('pytorch', changed(TORCHRUN, LOCAL_WORLD_SIZE='8')).single_host
     assert not read_launch_env('pytorch', TORCHRUN).single_host
 
 
@@ -148,19 +112,16 @@ def test_spaces_around_a_number_do_no_harm():
 
 
 def test_export_writes_what_torch_distributed_reads(monkeypatch):
-    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
+    expected = dict(RANK='5', LOCAL_RANK='1', WORLD_SIZE='8')
+    expected.update(MASTER_ADDR='10.0.0.1', MASTER_PORT='12345')
+    for name in expected:
         monkeypatch.setenv(name, 'before')
     read_launch_env('slurm', SLURM).export()
-    exported = {name: os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
-    assert exported == dict(RANK='5', LOCAL_RANK='1', WORLD_SIZE='8')
-    assert (os.environ['MASTER_ADDR'], os.environ['MASTER_PORT']) == ('node3', '12345')
+    assert {name: os.environ[name] for name in expected} == expected
 
 
 def test_description_names_rank_and_world_size():
     assert read_launch_env('pytorch', TORCHRUN).describe().startswith('rank 5 of 8 on host ')
-
-
-# what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('launcher', ['torchrun', 'PyTorch', '', None])
@@ -170,7 +131,7 @@ def test_unknown_launcher_is_refused_with_those_there_are(launcher):
     assert 'none, pytorch, mpi, slurm, kubernetes' in message
 
 
-@pytest.mark.parametrize(('launcher', 'name'), NUMBERS)
+@over_numbers
 def test_missing_number_is_refused_with_its_name(launcher, name):
     # Without the two that SLURM_LOCALID can be worked out from.
     environ = changed(VARIABLES[launcher], SLURM_TASKS_PER_NODE=None, SLURM_NNODES=None)
@@ -180,7 +141,7 @@ def test_missing_number_is_refused_with_its_name(launcher, name):
 
 
 @pytest.mark.parametrize('value', ['', ' ', '-1', '1.5', 'two', '0x2', '1 2', '+1'])
-@pytest.mark.parametrize(('launcher', 'name'), NUMBERS)
+@over_numbers
 def test_what_is_no_number_is_refused_with_name_and_value(launcher, name, value):
     message = refusal(launcher, changed(VARIABLES[launcher], **{name: value}))
     assert message.startswith(f'{name}={value!r}')
@@ -188,67 +149,37 @@ def test_what_is_no_number_is_refused_with_name_and_value(launcher, name, value)
 
 
 @pytest.mark.parametrize('value', ['', '-4', 'four'])
-@pytest.mark.parametrize(
-    ('launcher', 'name'), [('pytorch', 'LOCAL_WORLD_SIZE'), ('mpi', 'OMPI_COMM_WORLD_LOCAL_SIZE')]
-)
+@over_processes_per_host
 def test_processes_per_host_that_are_no_number_are_refused(launcher, name, value):
     message = refusal(launcher, changed(VARIABLES[launcher], **{name: value}))
     assert message.startswith(f'{name}={value!r}')
 
 
-@pytest.mark.parametrize('value', ['8', '9', '1000'])
 @pytest.mark.parametrize(
-    ('launcher', 'rank', 'world_size'),
-    [
-        ('pytorch', 'RANK', 'WORLD_SIZE'),
-        ('slurm', 'SLURM_PROCID', 'SLURM_NTASKS'),
-        ('mpi', 'OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE'),
-    ],
+    ('place', 'count', 'value'),
+    [(0, 8, '8'), (0, 8, '9'), (0, 8, '1000'), (2, 4, '4'), (2, 4, '7')],
 )
-def test_rank_beyond_the_world_is_refused_with_both_values(launcher, rank, world_size, value):
-    message = refusal(launcher, changed(VARIABLES[launcher], **{rank: value}))
-    assert message.startswith(f'{rank}={value} and {world_size}=8 disagree')
-    assert 'from 0 to 7' in message
+@over_launchers
+def test_place_beyond_the_last_is_refused_with_both_values(launcher, place, count, value):
+    name, of = NAMES[launcher][place : place + 2]
+    message = refusal(launcher, changed(VARIABLES[launcher], **{name: value}))
+    assert message.startswith(f'{name}={value} and {of}={count} disagree')
+    assert f'from 0 to {count - 1}' in message
 
 
-@pytest.mark.parametrize(
-    ('launcher', 'world_size'),
-    [('pytorch', 'WORLD_SIZE'), ('slurm', 'SLURM_NTASKS'), ('mpi', 'OMPI_COMM_WORLD_SIZE')],
-)
-def test_world_of_nobody_is_refused(launcher, world_size):
+@over_launchers
+def test_world_of_nobody_is_refused(launcher):
+    world_size = NAMES[launcher][1]
     message = refusal(launcher, changed(VARIABLES[launcher], **{world_size: '0'}))
     assert message.startswith(f'{world_size}=0: expected 1 or more')
 
 
 @pytest.mark.parametrize(
-    ('launcher', 'local_rank', 'local_world_size'),
-    [
-        ('pytorch', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'),
-        ('slurm', 'SLURM_LOCALID', 'SLURM_TASKS_PER_NODE'),
-        ('mpi', 'OMPI_COMM_WORLD_LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_SIZE'),
-    ],
+    ('launcher', 'value', 'number'),
+    [('pytorch', '9', 9), ('pytorch', '0', 0), ('slurm', '16(x2)', 16), ('mpi', '9', 9)],
 )
-@pytest.mark.parametrize('value', ['4', '7'])
-def test_local_rank_beyond_the_host_is_refused_with_both_values(
-    launcher, local_rank, local_world_size, value
-):
-    message = refusal(launcher, changed(VARIABLES[launcher], **{local_rank: value}))
-    assert message.startswith(f'{local_rank}={value} and {local_world_size}=4 disagree')
-    assert 'from 0 to 3' in message
-
-
-@pytest.mark.parametrize(
-    ('launcher', 'local_world_size', 'value', 'number'),
-    [
-        ('pytorch', 'LOCAL_WORLD_SIZE', '9', 9),
-        ('pytorch', 'LOCAL_WORLD_SIZE', '0', 0),
-        ('slurm', 'SLURM_TASKS_PER_NODE', '16(x2)', 16),
-        ('mpi', 'OMPI_COMM_WORLD_LOCAL_SIZE', '9', 9),
-    ],
-)
-def test_host_with_more_processes_than_the_job_is_refused(
-    launcher, local_world_size, value, number
-):
+def test_host_with_more_processes_than_the_job_is_refused(launcher, value, number):
+    local_world_size = NAMES[launcher][3]
     message = refusal(launcher, changed(VARIABLES[launcher], **{local_world_size: value}))
     assert message.startswith(f'{local_world_size}={number} and ')
     assert '=8 disagree' in message
@@ -295,7 +226,7 @@ def test_mpirun_on_a_host_without_rank_0_is_refused():
 
 
 @pytest.mark.parametrize('value', ['0', '65536', '70000', '', 'http', '-1', '29500.0'])
-@pytest.mark.parametrize('launcher', ['pytorch', 'slurm', 'mpi'])
+@over_launchers
 def test_impossible_port_is_refused_with_its_value(launcher, value):
     message = refusal(launcher, changed(VARIABLES[launcher], MASTER_PORT=value))
     assert re.match(rf"MASTER_PORT='?{re.escape(value)}'?: expected a", message)
@@ -304,9 +235,6 @@ def test_impossible_port_is_refused_with_its_value(launcher, value):
 def test_contradiction_names_every_variable_to_unset():
     message = refusal('pytorch', changed(TORCHRUN, RANK='8'))
     assert 'unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE' in message
-
-
-# Slurm ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -334,7 +262,7 @@ def test_slurm_localid_cannot_be_worked_out_for_unlike_hosts(tasks):
 
 def test_slurm_address_variable_wins_over_the_node_list(put_scontrol):
     put_scontrol('echo from-scontrol')
-    assert read_launch_env('slurm', SLURM).master_addr == 'node3'
+    assert read_launch_env('slurm', SLURM).master_addr == '10.0.0.1'
 
 
 def test_slurm_node_list_is_expanded_with_scontrol(put_scontrol, tmp_path):
@@ -388,8 +316,6 @@ def test_a_part_of_a_slurm_job_counts_its_own_hosts_and_tasks(put_scontrol):
     assert env.master_addr == 'node4'
 
 
-# MPICH and Open MPI 5 ------------------------------------------------------------------------
-
 HYDRA = dict(PMI_RANK='1', PMI_SIZE='2', MPI_LOCALRANKID='1', MPI_LOCALNRANKS='2')
 
 
@@ -419,21 +345,17 @@ def test_jobs_of_slurm_listen_on_ports_of_their_own(job, port):
     assert job_port({}) == DEFAULT_PORT
 
 
-# the local rank alone ------------------------------------------------------------------------
-
-
 def test_local_rank_is_read_from_this_process(monkeypatch):
     monkeypatch.setenv('LOCAL_RANK', '3')
     assert read_local_rank() == 3
 
 
-def test_missing_local_rank_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ('value', 'told'), [(None, 'LOCAL_RANK is not set'), ('-2', "LOCAL_RANK='-2'")]
+)
+def test_local_rank_that_is_no_number_is_refused(monkeypatch, value, told):
     monkeypatch.delenv('LOCAL_RANK', raising=False)
-    with pytest.raises(LaunchError, match='^LOCAL_RANK is not set'):
-        read_local_rank()
-
-
-def test_local_rank_that_is_no_number_is_refused(monkeypatch):
-    monkeypatch.setenv('LOCAL_RANK', '-2')
-    with pytest.raises(LaunchError, match="^LOCAL_RANK='-2'"):
+    if value is not None:
+        monkeypatch.setenv('LOCAL_RANK', value)
+    with pytest.raises(LaunchError, match=f'^{told}'):
         read_local_rank()

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -13,10 +12,9 @@ from mmdevplug.environments.launch_variables import (
     LaunchEnv,
     forget_stale_variables,
     refuse_to_run_alone,
-    restart_count,
     restarts,
 )
-from mmdevplug.environments.stale import RANK_VARIABLES, stale_variables, unset_line
+from mmdevplug.environments.stale import stale_variables, unset_line
 from mmdevplug.errors import LaunchError
 from tests.cli.running import CONFIG, SHORT
 from tests.commands import run
@@ -42,62 +40,41 @@ def without(variables, *names):
     return {name: value for name, value in variables.items() if name not in names}
 
 
-def test_without_a_launcher_all_of_torchruns_variables_are_stale():
-    assert stale_variables('none', {**TORCHRUN, **SCHEDULER}) == TORCHRUN
+#: What others set, too.
+SHARED = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
+PLACE = {name: TORCHRUN[name] for name in SHARED}
 
 
-def test_no_variable_is_stale_in_a_clean_shell():
-    assert stale_variables('none', SCHEDULER) == {}
-
-
-def test_an_empty_value_counts_as_set():
-    assert stale_variables('none', dict(RANK='')) == dict(RANK='')
-
-
-def test_under_torchrun_nothing_is_stale():
-    assert stale_variables('pytorch', TORCHRUN) == {}
-
-
-def test_variables_set_by_hand_are_no_leftovers():
-    by_hand = {name: TORCHRUN[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')}
-    assert stale_variables('pytorch', by_hand) == {}
-
-
-@pytest.mark.parametrize('missing', sorted(AGENT))
-def test_a_part_of_the_agents_variables_is_stale(missing):
-    found = stale_variables('pytorch', without(TORCHRUN, missing))
-    assert found == without(AGENT, missing)
-
-
-@pytest.mark.parametrize('launcher', ['slurm', 'mpi'])
-def test_under_a_scheduler_what_torchrun_alone_sets_is_stale(launcher):
-    own = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
-    found = stale_variables(launcher, {**TORCHRUN, **SCHEDULER})
-    assert found == without(TORCHRUN, *own)
+@pytest.mark.parametrize(
+    ('launcher', 'environ', 'stale'),
+    [
+        ('none', {**TORCHRUN, **SCHEDULER}, TORCHRUN),
+        ('none', SCHEDULER, {}),
+        ('none', dict(RANK=''), dict(RANK='')),
+        ('pytorch', TORCHRUN, {}),
+        ('pytorch', without(PLACE, 'LOCAL_RANK'), {}),  # set by hand
+        # A part of what the agent sets.
+        *(('pytorch', without(TORCHRUN, name), without(AGENT, name)) for name in AGENT),
+        # What torchrun alone sets.
+        ('slurm', {**TORCHRUN, **SCHEDULER}, without(TORCHRUN, *SHARED)),
+        ('mpi', {**TORCHRUN, **SCHEDULER}, without(TORCHRUN, *SHARED)),
+    ],
+)
+def test_variables_of_torchrun_are_stale_where_another_started_the_process(
+    launcher, environ, stale
+):
+    assert stale_variables(launcher, environ) == stale
 
 
 def test_unset_line_is_a_shell_command():
     line = unset_line(stale_variables('none', TORCHRUN))
-    done = subprocess.run(
-        ['bash', '-c', f'{line}; env'], env=dict(os.environ, **TORCHRUN), capture_output=True
-    )
-    left = {line.split('=')[0] for line in done.stdout.decode().splitlines()}
+    done = run('bash', '-c', f'{line}; env', env=dict(os.environ, **TORCHRUN))
+    left = {line.split('=')[0] for line in done.stdout.splitlines()}
     assert done.returncode == 0
     assert not left & set(TORCHRUN)
 
 
-@pytest.mark.parametrize('value', ['', 'two', '-1', '1.5'])
-def test_a_restart_count_that_is_no_number_is_refused(value):
-    with pytest.raises(LaunchError, match='^TORCHELASTIC_RESTART_COUNT='):
-        restart_count(dict(TORCHELASTIC_RESTART_COUNT=value))
-
-
 MEMBER = dict(RANK='1', WORLD_SIZE='2', MASTER_ADDR='10.0.0.1')
-
-
-def test_a_member_of_a_job_does_not_run_alone():
-    with pytest.raises(LaunchError, match='^RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 say'):
-        refuse_to_run_alone(MEMBER)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +86,15 @@ def test_a_member_of_a_job_does_not_run_alone():
         dict(PET_NNODES='1', PET_NPROC_PER_NODE='4'),
         without(MEMBER, 'WORLD_SIZE'),
         SCHEDULER,
+        dict(PLACE, WORLD_SIZE='1', RANK='0'),
+        # A part of the variables; without LOCAL_RANK those left may be a pod's.
+        *(without(PLACE, name) for name in PLACE if name != 'LOCAL_RANK'),
     ],
 )
 def test_what_torchrun_left_or_one_pod_has_is_no_membership(environ):
     refuse_to_run_alone(environ)
 
 
-PLACE = {name: TORCHRUN[name] for name in RANK_VARIABLES}
 SLURM = dict(
     SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_STEP_NUM_TASKS='2', SLURM_LOCALID='0',
     SLURM_STEP_ID='0', SLURM_STEP_TASKS_PER_NODE='2', SLURM_JOB_ID='7',
@@ -143,13 +122,6 @@ def test_one_of_several_does_not_run_alone(environ, launcher):
     refuse_to_run_alone(without(environ, *names))
 
 
-@pytest.mark.parametrize('environ', [without(PLACE, name) for name in PLACE], ids=list(PLACE))
-def test_a_part_of_the_variables_is_no_job(environ):
-    if 'LOCAL_RANK' in environ:  # without it RANK may be a pod's
-        refuse_to_run_alone(environ)
-    refuse_to_run_alone(dict(PLACE, WORLD_SIZE='1', RANK='0'))
-
-
 @pytest.mark.parametrize('main', [train.main, test.main])
 def test_a_command_does_not_leave_a_job_unnoticed(monkeypatch, main):
     for name, value in PLACE.items():
@@ -168,10 +140,17 @@ def test_the_user_may_keep_a_process_apart(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    'changes', [dict(RANK='2'), dict(RANK='x'), dict(MASTER_ADDR=' '), dict(WORLD_SIZE='x')]
+    ('changes', 'told'),
+    [
+        ({}, '^RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 say'),
+        (dict(RANK='2'), 'RANK'),
+        (dict(RANK='x'), 'RANK'),
+        (dict(MASTER_ADDR=' '), 'MASTER_ADDR'),
+        (dict(WORLD_SIZE='x'), 'WORLD_SIZE'),
+    ],
 )
-def test_a_member_of_a_job_that_makes_no_sense_does_not_run_alone(changes):
-    with pytest.raises(LaunchError, match=next(iter(changes))):
+def test_a_member_of_a_job_does_not_run_alone_even_if_it_makes_no_sense(changes, told):
+    with pytest.raises(LaunchError, match=told):
         refuse_to_run_alone(dict(MEMBER, **changes))
 
 
@@ -190,9 +169,6 @@ def test_a_job_of_slurm_drops_torchruns_variables():
             MASTER_PORT='29500', LOCAL_WORLD_SIZE='1',
         )
     ]  # fmt: skip
-
-
-# a process of its own ------------------------------------------------------------------------
 
 
 def train_among_leftovers(work_dir, leftovers):
@@ -248,7 +224,8 @@ def test_restarts_are_counted_where_they_happen(launcher, environ, count):
     assert restarts(launcher, environ) == count
 
 
-@pytest.mark.parametrize('value', ['', 'x', '-1'])
-def test_a_requeue_count_that_is_no_number_is_refused(value):
-    with pytest.raises(LaunchError, match='^SLURM_RESTART_COUNT='):
-        restarts('slurm', dict(SLURM_RESTART_COUNT=value))
+@pytest.mark.parametrize('value', ['', 'two', '-1', '1.5'])
+@pytest.mark.parametrize(('launcher', 'by'), [('pytorch', 'TORCHELASTIC'), ('slurm', 'SLURM')])
+def test_a_count_of_restarts_that_is_no_number_is_refused(launcher, by, value):
+    with pytest.raises(LaunchError, match=f'^{by}_RESTART_COUNT='):
+        restarts(launcher, {f'{by}_RESTART_COUNT': value})

@@ -5,14 +5,17 @@
 
 import json
 import os
-import subprocess
 import sys
 import threading
 
 import pytest
 from torch import distributed as torch_dist
 
-from tests.jobs import PATHS, ROOT
+from mmdevplug import init_device
+from mmdevplug.distributed import process_group
+from mmdevplug.fault_tolerance import failure
+from tests.commands import environment, run
+from tests.jobs import ROOT
 from tests.ranks import run_ranks
 
 STARTS = int(os.environ.get('MMDEVPLUG_STARTS', '6'))
@@ -22,13 +25,10 @@ STARTS = int(os.environ.get('MMDEVPLUG_STARTS', '6'))
 @pytest.mark.timeout(120 + 60 * STARTS)
 def test_no_rank_ends_with_another_status():
     """Once in a while a rank was aborted at its very end: "terminate called without ..."."""
-    paths = os.pathsep.join([PATHS, str(ROOT / 'standins' / 'fakecard')])
-    done = subprocess.run(
-        [sys.executable, '-m', 'tests.distributed.starts', str(STARTS), '4', 'exchange'],
-        cwd=ROOT,
-        env=dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS='1'),
-        capture_output=True,
-        text=True,
+    done = run(
+        *(sys.executable, '-m', 'tests.distributed.starts', STARTS, 4),
+        env=environment(ROOT / 'standins' / 'fakecard'),
+        timeout=None,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -37,10 +37,6 @@ def test_no_rank_ends_with_another_status():
 
 def end(failing, late=False):
     """Whether a process group exists, and which threads, after each step of an ordinary end."""
-    from mmdevplug import init_device
-    from mmdevplug.distributed import process_group
-    from mmdevplug.fault_tolerance import failure
-
     init_device('pytorch', 'cpu', timeout=60)
     torch_dist.barrier()
     watch = failure.current_watch()

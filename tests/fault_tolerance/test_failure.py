@@ -1,38 +1,36 @@
 """When one rank is wrong, all ranks end, and every message names that rank."""
 
+import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from mmengine.registry import RUNNERS
-from torch import distributed as torch_dist, nn
+from torch import distributed as torch_dist
 
+from mmdevplug import init_device
+from mmdevplug.accelerators import CPUAccelerator
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.fault_tolerance import failure_watch
+from mmdevplug.fault_tolerance.failure import current_watch, fail_together
 from mmdevplug.fault_tolerance.host_events import HostEvents
-from tests.jobs import PATHS, PLAIN, ROOT, digits_config, install_card
-from tests.ranks import RanksFailed, free_port, launch_variables, run_ranks
+from mmdevplug.fault_tolerance.stop_together import StopAgreement
+from tests.cli.running import config
+from tests.commands import CLI, environment, run
+from tests.fault_tolerance.blaming import check_errors
+from tests.jobs import PLAIN, digits_config, install_card
+from tests.ranks import errors_of_ranks, free_port, launch_variables, run_ranks
 
 
-def errors_of(function, world_size, *args, **kwargs):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(function, world_size, *args, **kwargs)
-    return raised.value.errors
-
-
-# before the model is built ---------------------------------------------------------------------
-
-
-def init(accelerator='cpu', backend=None, timeout=30):
-    from mmdevplug import init_device
-
-    if accelerator not in ('cpu', 'nowhere'):
-        install_card(accelerator)
-    context = init_device('pytorch', accelerator, forced_backend=backend, timeout=timeout)
+def init(timeout=30, **options):
+    context = init_device('pytorch', 'cpu', timeout=timeout, **options)
     return context.backend, str(context.device), os.environ.get('GLOO_SOCKET_IFNAME')
 
 
@@ -40,76 +38,27 @@ def test_process_group_on_the_loopback_interface():
     assert run_ranks(init, 2) == [('gloo', 'cpu', 'lo')] * 2
 
 
-def test_a_card_for_each_local_rank_and_gloo_between_them():
-    assert [found[:2] for found in run_ranks(init, 3, 'zeta')] == [
-        ('staged', f'zeta:{rank}') for rank in range(3)
-    ]
-
-
-def test_unknown_accelerator_ends_all_ranks_with_what_there_is():
-    for kind, message, _ in errors_of(init, 2, 'nowhere').values():
-        assert kind == 'AcceleratorError'
-        assert "'nowhere'" in message
-        assert 'usable here: cpu' in message
-
-
 def init_where_rank_1_has_another_name(rank_1):
-    from mmdevplug import init_device
-
     return init_device('pytorch', rank_1 if os.environ['RANK'] == '1' else 'cpu', timeout=30)
 
 
 def test_one_rank_without_its_device_ends_all_with_its_name():
-    errors = errors_of(init_where_rank_1_has_another_name, 3, 'npu')
+    errors = errors_of_ranks(init_where_rank_1_has_another_name, 3, 'npu')
     assert sorted(errors) == [0, 1, 2]
-    assert errors[1][0] == 'AcceleratorError'
-    assert 'torch_npu' in errors[1][1]
-    for rank in (0, 2):
-        kind, message, _ = errors[rank]
-        assert kind == 'RankFailedError'
-        assert '1 of 3 ranks failed' in message
-        assert 'rank 1 of 3' in message
-        assert 'torch_npu' in message
+    check_errors({1: errors.pop(1)}, 'AcceleratorError', 'torch_npu')
+    check_errors(errors, 'RankFailedError', '1 of 3 ranks failed', 'rank 1 of 3', 'torch_npu')
 
 
 def init_with_broken_card_on_rank_1():
-    from mmdevplug import init_device
-    from mmdevplug.accelerators import CPUAccelerator
-
     broken = CPUAccelerator()
     broken.copies.to_host = lambda tensors: [tensor * float('nan') for tensor in tensors]
     return init_device('pytorch', broken if os.environ['RANK'] == '1' else 'cpu', timeout=30)
 
 
 def test_a_device_that_computes_wrongly_is_found_before_training():
-    errors = errors_of(init_with_broken_card_on_rank_1, 2)
+    errors = errors_of_ranks(init_with_broken_card_on_rank_1, 2)
     assert 'differs from the CPU' in errors[1][1]
     assert 'rank 1 of 2' in errors[0][1]
-
-
-def test_more_ranks_than_devices():
-    errors = errors_of(init, 5, 'zeta')
-    assert sorted(errors) == [0, 1, 2, 3, 4]
-    assert 'zeta:4' in errors[4][1]
-    assert '4 zeta device(s)' in errors[4][1]
-    assert 'rank 4 of 5' in errors[0][1]
-
-
-def test_nccl_on_the_cpu_is_refused_on_all_ranks():
-    for kind, message, _ in errors_of(init, 2, 'cpu', 'nccl').values():
-        assert kind == 'LaunchError'
-        assert "'nccl'" in message
-        assert "'gloo'" in message
-
-
-def test_a_rank_that_never_comes():
-    # Two ranks are announced, one is started.
-    variables = dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
-    ((kind, message, _),) = errors_of(
-        init, 1, 'cpu', None, 3, environ=variables, timeout=60
-    ).values()
-    assert kind in ('LaunchError', 'RankFailedError')
-    assert 'MASTER_PORT' in message or '1 of 2 ranks arrived' in message
 
 
 @pytest.mark.parametrize(
@@ -117,94 +66,70 @@ def test_a_rank_that_never_comes():
     [('LOCAL_RANK', None), ('LOCAL_RANK', 'two'), ('RANK', '7'), ('WORLD_SIZE', '0')],
 )
 def test_bad_launch_variables_name_themselves(variable, value):
-    environ = {variable: value}
-    for kind, message, _ in errors_of(init, 1, environ=environ).values():
-        assert kind == 'LaunchError'
-        assert variable in message
-
-
-def init_with(options):
-    from mmdevplug import init_device
-
-    return init_device('pytorch', 'cpu', timeout=30, **options).backend
+    errors = errors_of_ranks(init, 1, environ={variable: value})
+    check_errors(errors, 'LaunchError', variable)
 
 
 def test_where_ranks_meet_is_the_launchers_business():
     # MMEngine passes on what a config says, and this is what is the default in any case.
-    assert run_ranks(init_with, 2, dict(init_method='env://')) == ['gloo', 'gloo']
+    started = run_ranks(partial(init, init_method='env://'), 2)
+    assert [backend for backend, _, _ in started] == ['gloo', 'gloo']
     for options in (dict(init_method='tcp://10.0.0.1:29500'), dict(rank=0)):
         ((key, value),) = options.items()
-        errors = errors_of(init_with, 2, options, together=True)
+        errors = errors_of_ranks(partial(init, **options), 2, together=True)
         assert sorted(errors) == [0, 1]
-        for kind, message, _ in errors.values():
+        for kind, message in errors.values():
             assert kind == 'LaunchError'
             assert message.startswith(f'env_cfg.dist_cfg.{key}={value!r}: ')
 
 
-# while training --------------------------------------------------------------------------------
-
-
-class RaisesLater(nn.Module):
-    """Wraps a model's forward: one rank raises at its third call."""
-
-    def __init__(self, model, rank):
-        super().__init__()
-        self.calls = 0
-        self.forward_of_model = model.forward
-        model.forward = self.raise_at_third
-        self.rank = rank
-
-    def raise_at_third(self, *args, **kwargs):
-        self.calls += 1
-        if self.calls == 3 and torch_dist.get_rank() == self.rank:
-            raise ValueError('the third batch is bad')
-        return self.forward_of_model(*args, **kwargs)
-
-
-def train_with_bad_rank(accelerator, work_dir, bad_rank):
+def train(accelerator, work_dir, change):
+    """Train with a function in place of the model's forward, which makes it of that."""
     install_card(accelerator)
     cfg = digits_config(accelerator, work_dir, **PLAIN)
     cfg.env_cfg = dict(dist_cfg=dict(timeout=60))
     runner = RUNNERS.build(cfg)
-    RaisesLater(runner.model.module, bad_rank)
+    model = runner.model.module
+    model.forward = change(model.forward)
     runner.train()
+
+
+def raise_at_third(rank, forward):
+    numbers = itertools.count(1)
+
+    def call(*args, **kwargs):
+        if next(numbers) == 3 and torch_dist.get_rank() == rank:
+            raise ValueError('the third batch is bad')
+        return forward(*args, **kwargs)
+
+    return call
 
 
 @pytest.mark.parametrize(
     ('accelerator', 'bad_rank'), [('cpu', 1), ('cpu', 0), ('zeta', 1), ('zeta', 0)]
 )
 def test_an_error_in_forward_names_its_rank_on_all_ranks(tmp_path, accelerator, bad_rank):
-    errors = errors_of(train_with_bad_rank, 3, accelerator, tmp_path, bad_rank, timeout=120)
+    change = partial(raise_at_third, bad_rank)
+    errors = errors_of_ranks(train, 3, accelerator, tmp_path, change, timeout=120)
     assert sorted(errors) == [0, 1, 2]
-    assert errors[bad_rank][:2] == ('ValueError', 'the third batch is bad')
-    for rank in set(errors) - {bad_rank}:
-        kind, message, _ = errors[rank]
-        assert kind == 'RankFailedError'
-        assert f'rank {bad_rank} of 3' in message
-        assert 'the third batch is bad' in message
+    assert errors.pop(bad_rank) == ('ValueError', 'the third batch is bad')
+    check_errors(errors, 'RankFailedError', f'rank {bad_rank} of 3', 'the third batch is bad')
 
 
-def train_with_detached_loss(accelerator, work_dir):
-    install_card(accelerator)
-    cfg = digits_config(accelerator, work_dir, **PLAIN)
-    runner = RUNNERS.build(cfg)
-    forward = runner.model.module.forward
-    runner.model.module.forward = lambda *args, **kwargs: {
-        name: loss.detach() for name, loss in forward(*args, **kwargs).items()
-    }
-    runner.train()
+def detach_losses(forward):
+    def call(*args, **kwargs):
+        return {name: loss.detach() for name, loss in forward(*args, **kwargs).items()}
+
+    return call
 
 
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 def test_a_loss_that_reaches_no_parameter(tmp_path, accelerator):
-    for kind, message, _ in errors_of(train_with_detached_loss, 2, accelerator, tmp_path).values():
-        assert kind == 'ModelError'
-        assert 'loss.requires_grad is False' in message
+    errors = errors_of_ranks(train, 2, accelerator, tmp_path, detach_losses)
+    check_errors(errors, 'ModelError', 'loss.requires_grad is False')
 
 
 def die_without_a_word():
-    from mmdevplug.fault_tolerance.failure import fail_together
-
     init(timeout=60)
     with fail_together('training'):
         if torch_dist.get_rank() == 1:
@@ -213,10 +138,9 @@ def die_without_a_word():
 
 
 def test_a_killed_rank_is_no_riddle():
-    errors = errors_of(die_without_a_word, 2)
-    assert errors[0][0] == 'RankFailedError'
-    assert 'rank 1 of 2' in errors[0][1]
-    assert 'the process is gone and left no message' in errors[0][1]
+    errors = errors_of_ranks(die_without_a_word, 2)
+    words = ('rank 1 of 2', 'the process is gone and left no message')
+    check_errors({0: errors[0]}, 'RankFailedError', *words)
 
 
 LEAVES = """
@@ -234,30 +158,20 @@ with fail_together('training'):
 def test_a_rank_that_leaves_by_itself_was_not_killed():
     """As a hook that ends training early, and asks one rank alone."""
     port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, '-c', LEAVES],
-            env=dict(os.environ, PYTHONPATH=PATHS, **launch_variables(rank, 2, port)),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, 0], printed
-    assert 'stops because of rank 1 of 2' in printed[0]
-    assert 'it ended while the others went on' in printed[0]
-    assert 'was killed' not in printed[0]
+
+    def start(rank):
+        variables = launch_variables(rank, 2, port)
+        return run(sys.executable, '-c', LEAVES, env=environment(**variables))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(start, range(2))
+    assert (first.returncode, second.returncode) == (1, 0), first.stderr + second.stderr
+    assert 'stops because of rank 1 of 2' in first.stderr
+    assert 'it ended while the others went on' in first.stderr
+    assert 'was killed' not in first.stderr
 
 
 def fail_and_go_on():
-    from mmdevplug.fault_tolerance import failure_watch
-    from mmdevplug.fault_tolerance.failure import fail_together
-
     failure_watch.GRACE_SECONDS = 1.0  # the others fail, too, and read no report
     init()
     with pytest.raises(ValueError, match='everywhere'), fail_together('a test'):
@@ -302,15 +216,8 @@ def test_restarts_that_torchrun_does_not_count():
         assert found == [world_size] * world_size
 
 
-# what a user sees --------------------------------------------------------------------------------
-
-
 def go_on_after_failures():
     """Fail everywhere, rank 1 later than rank 0; then not at all, on rank 1 alone, not at all."""
-    from mmdevplug import init_device
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import fail_together
-
     rank = int(os.environ['RANK'])
     init_device('pytorch', 'cpu', timeout=30)
     seen = []
@@ -340,9 +247,6 @@ def test_a_failure_of_all_ranks_is_forgotten_when_the_process_goes_on():
 
 
 def start_and_fail():
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import fail_together
-
     with fail_together('the job'):
         init()
         if os.environ['RANK'] == '1':
@@ -351,14 +255,12 @@ def start_and_fail():
 
 
 def test_a_failure_after_the_start_inside_one_context_is_reported():
-    errors = errors_of(start_and_fail, 2, together=True)
-    assert errors[1][:2] == ('ValueError', 'of rank 1')
+    errors = errors_of_ranks(start_and_fail, 2, together=True)
+    assert errors[1] == ('ValueError', 'of rank 1')
     assert 'failed in the job: ValueError: of rank 1' in errors[0][1]
 
 
 def fail_with_a_note(folder):
-    from mmdevplug.fault_tolerance.failure import current_watch, fail_together
-
     init()
     note = folder / f'{os.environ["RANK"]}.json'
     os.environ.update(TORCHELASTIC_RUN_ID='a job', TORCHELASTIC_ERROR_FILE=str(note))
@@ -399,8 +301,6 @@ class Watch:
 
 
 def test_a_stop_agreement_uses_the_keys_of_its_training():
-    from mmdevplug.fault_tolerance.stop_together import StopAgreement
-
     store = torch_dist.HashStore()
     watch = Watch(store)
     first, second = StopAgreement(watch), StopAgreement(watch)
@@ -414,8 +314,6 @@ def test_a_stop_agreement_uses_the_keys_of_its_training():
 
 
 def test_a_stop_comes_after_the_iteration_of_the_rank_that_is_ahead():
-    from mmdevplug.fault_tolerance.stop_together import StopAgreement
-
     store = torch_dist.HashStore()
     ahead, behind = (StopAgreement(Watch(store, rank, 2)) for rank in (0, 1))
     behind.request('a test')
@@ -429,28 +327,18 @@ def test_a_stop_comes_after_the_iteration_of_the_rank_that_is_ahead():
     assert behind.reached(behind.iteration, 2)
 
 
-def train_under_torchrun(folder, what, accident=None, **options):
+def train_under_torchrun(folder, **accident):
     """Exit status and output of ``mmdevplug train --nproc 3`` in which rank 1 has an accident."""
-    accident = dict(dict(rank=1, iteration=7, pause=0.2), **(accident or {}))
-    accident.update(type='Accident', what=what)
-    config = folder / 'accident.py'
-    config.write_text(
-        f"_base_ = ['{ROOT}/configs/digits/digits.py']\n"
-        f"custom_imports = dict(imports=['mmdevplug.examples.digits', "
-        f"'tests.fault_tolerance.accidents'])\n"
-        f'custom_hooks = [{accident!r}]\n'
-        f'env_cfg = dict(dist_cfg={options!r})\n'
-    )
-    command = [sys.executable, '-m', 'mmdevplug.cli.main', 'train', str(config)]
-    command += ['--accelerator', 'cpu', '--nproc', '3', '--work-dir', str(folder / 'work')]
-    environ = dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1')
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    accident = dict(dict(type='Accident', rank=1, iteration=7, pause=0.2), **accident)
+    lines = f'custom_hooks = [{accident!r}]'
+    path = config(folder, lines, ['tests.fault_tolerance.accidents'])
+    done = run(*CLI, 'train', path, '--nproc', 3, '--work-dir', folder / 'work')
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.long
 def test_torchrun_shows_one_message_with_the_name_of_a_killed_rank(tmp_path):
-    status, output = train_under_torchrun(tmp_path, 'kill')
+    status, output = train_under_torchrun(tmp_path, what='kill')
     assert status != 0
     assert 'Traceback' not in output
     assert output.count('because of rank 1 of 3 on host') == 1
@@ -463,8 +351,8 @@ def test_torchrun_shows_one_message_with_the_name_of_a_killed_rank(tmp_path):
 @pytest.mark.parametrize(('moment', 'rank'), [('before_save_checkpoint', 0), ('after_run', 1)])
 def test_the_last_line_names_the_rank_that_failed(tmp_path, moment, rank):
     """It waits until the others have read its report, so another rank ends first."""
-    accident = dict(when=moment, rank=rank, pause=0.0)
-    status, output = train_under_torchrun(tmp_path, 'raise', accident)
+    accident = dict(what='raise', when=moment, rank=rank, pause=0.0)
+    status, output = train_under_torchrun(tmp_path, **accident)
     assert status == 1
     last = output.strip().splitlines()[-1]
     assert re.match(rf'mmdevplug: rank {rank}.* failed: ValueError: the seventh', last)

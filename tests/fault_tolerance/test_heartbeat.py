@@ -1,5 +1,6 @@
 """Signs of life: what they hold, who is silent, and when that ends a process."""
 
+import ctypes
 import json
 import os
 import re
@@ -10,12 +11,18 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from torch import distributed as torch_dist, ones
 
-from tests.jobs import torch_before
+from mmdevplug import init_device
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.fault_tolerance import failure, failure_watch
+from mmdevplug.fault_tolerance.failure import enter_phase
+from mmdevplug.fault_tolerance.heartbeat import SILENT_SECONDS, Beat, Heartbeat
+from tests.fault_tolerance.blaming import check_errors
 from tests.ranks import (
-    RanksFailed,
     _context,
     _work,
+    errors_of_ranks,
     free_port,
     launch_variables,
     run_ranks,
@@ -23,24 +30,12 @@ from tests.ranks import (
 )
 
 
-def errors_of(function, world_size, *args):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(function, world_size, *args, together=True)
-    return raised.value.errors
-
-
 def start(**options):
-    from mmdevplug import init_device
-    from mmdevplug.fault_tolerance import failure
-
     init_device('pytorch', 'cpu', **dict(dict(timeout=60), **options))
     return int(os.environ['RANK']), failure.current_watch()
 
 
 def look_at_each_other():
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import enter_phase
-
     rank, watch = start()
     enter_phase(f'phase of rank {rank}')
     deadline = time.monotonic() + 30
@@ -68,9 +63,6 @@ def test_each_rank_knows_what_the_other_does():
 
 
 def beat_while_blocked():
-    """The main thread waits in the store; beats must go on."""
-    from mmdevplug.distributed.waiting import wait_for_everyone
-
     rank, watch = start()
     counts = []
     if rank == 0:
@@ -88,9 +80,6 @@ def test_a_main_thread_that_waits_in_the_store_beats():
 
 def share_the_connection(locked):
     """Four threads beside the one that beats use its connection to the store."""
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure
-
     if locked:
         failure.THREADS_SHARE_STORES = False
     rank, watch = start()
@@ -125,92 +114,7 @@ def test_threads_share_a_connection_to_the_store(locked):
     assert run_ranks(share_the_connection, 2, locked) == [([], None, [False] * 4)] * 2
 
 
-def count_operations(seconds):
-    """What an idle rank asks of the store."""
-    from mmdevplug.distributed.waiting import wait_for_everyone
-
-    _, watch = start()
-    count = [0]
-    own = watch.watch_store
-
-    class Counting:
-        def __getattr__(self, name):
-            count[0] += 1
-            return getattr(own, name)
-
-    watch.watch_store = watch.heartbeat._store = watch.events._store = Counting()
-    time.sleep(seconds)
-    found = count[0]
-    watch.watch_store = watch.heartbeat._store = watch.events._store = own
-    wait_for_everyone('the end')
-    return found
-
-
-def test_few_operations_on_the_store():
-    for count in run_ranks(count_operations, 3, 8):
-        # Each second two looks for events and half a beat, of two or three operations. Before
-        # PyTorch 1.12 a beat is written and read as some 20 numbers.
-        assert 1 <= count <= 8 * (44 if torch_before('1.12.0') else 4)
-
-
-def start_ranks(function, world_size, *args):
-    """Start ranks that the caller ends."""
-    port, processes = free_port(), []
-    for rank in range(world_size):
-        ours, theirs = _context.Pipe()
-        _open.append(ours)  # a rank that is done waits for the other end to close
-        variables = launch_variables(rank, world_size, port)
-        processes.append(start_process(_work, theirs, variables, function, args))
-    return processes
-
-
-_open = []
-
-
-def freeze(stopped_rank, output):
-    """A process that is stopped neither dies nor beats."""
-    from mmdevplug.fault_tolerance import failure, failure_watch
-    from mmdevplug.fault_tolerance.failure import enter_phase
-
-    output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    failure_watch.STOP_SECONDS = 3.0
-    rank, watch = start()
-    watch.heartbeat.patience = 6
-    enter_phase('reading a broken disk')
-    time.sleep(3)
-    if rank == stopped_rank:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    failure.before_abort(lambda: print(f'callback of {rank}', flush=True))
-    with failure.fail_together('training'):
-        time.sleep(90)  # as in a collective that notices nothing
-
-
-@pytest.mark.long
-def test_a_rank_that_is_silent_ends_the_others(tmp_path):
-    processes = start_ranks(freeze, 3, 2, str(tmp_path / 'output'))
-    for process in processes[:2]:
-        process.join(60)
-    try:
-        assert [process.exitcode for process in processes[:2]] == [1, 1]
-        assert processes[2].is_alive()
-    finally:
-        for process in processes:
-            process.kill()
-    printed = (tmp_path / 'output').read_text()
-    assert 'because of rank 2 of 3' in printed
-    assert "in 'reading a broken disk'" in printed
-    assert 'no sign of life' in printed
-    assert 'callback of 0' in printed
-    assert 'callback of 1' in printed
-
-
 def hang():
-    from torch import distributed as torch_dist, ones
-
-    from mmdevplug.fault_tolerance import failure, failure_watch
-    from mmdevplug.fault_tolerance.failure import enter_phase
 
     failure_watch.STOP_SECONDS = 3.0
     rank, _ = start(timeout=8)
@@ -223,36 +127,31 @@ def hang():
 
 @pytest.mark.long
 def test_a_collective_that_times_out_names_who_hangs():
-    errors = errors_of(hang, 3)
+    errors = errors_of_ranks(hang, 3, together=True)
     assert sorted(errors) == [0, 1, 2]
     assert errors.pop(1)[0] == 'Died'  # ended by its thread
-    for kind, message, _ in errors.values():
-        assert kind == 'RankFailedError'
-        assert 'because of rank 1 of 3' in message
-        assert "in 'loading a batch'" in message
-        assert 'test_heartbeat.py' in message
-        assert 'anks 0, 2 waited for rank 1 longer than env_cfg.dist_cfg.timeout' in message
-        assert "ranks 0, 2 in 'averaging' at all_reduce, test_heartbeat.py" in message
+    check_errors(
+        errors,
+        'RankFailedError',
+        'because of rank 1 of 3',
+        "in 'loading a batch'",
+        'anks 0, 2 waited for rank 1 longer than env_cfg.dist_cfg.timeout',
+        "ranks 0, 2 in 'averaging' at all_reduce, test_heartbeat.py",
+    )
 
 
 def test_the_clock_stands_while_the_process_does():
-    from mmdevplug.fault_tolerance.heartbeat import Heartbeat
-
     clock = Heartbeat(None, SimpleNamespace(rank=0), longest_step=0.1)
     time.sleep(0.5)
     assert clock.tick() == pytest.approx(0.1)
 
 
 def test_beats_are_json():
-    from mmdevplug.fault_tolerance.heartbeat import Beat
-
     beat = Beat(1, 'running', 'set-up', 0.5, 'host', 7, 'table', 'a.py:1 in f', 60.0)
     assert Beat(*json.loads(json.dumps(beat))) == beat
 
 
 def test_a_rank_is_described_with_its_silence():
-    from mmdevplug.fault_tolerance.heartbeat import SILENT_SECONDS, Beat, Heartbeat
-
     heartbeat = Heartbeat(None, SimpleNamespace(rank=0, world_size=2), 0.1)
     beat = Beat(1, 'running', 'epoch 3', 0.5, 'elsewhere', 7, 'of another host', '', 60.0)
     heartbeat.seen[1] = beat
@@ -264,12 +163,6 @@ def test_a_rank_is_described_with_its_silence():
 
 def hold_the_interpreter(report):
     """A rank whose thread cannot beat for long, and then is stopped."""
-    import ctypes
-
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure, failure_watch
-    from mmdevplug.fault_tolerance.failure import enter_phase
-
     output = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -278,6 +171,7 @@ def hold_the_interpreter(report):
     rank, watch = start()
     watch.heartbeat.patience = 4.0
     enter_phase('compiling' if rank == 1 else 'averaging')
+    failure.before_abort(lambda: print(f'callback of {rank}', flush=True))
     with failure.fail_together('training'):
         wait_for_everyone('beginning')
         if rank == 1:
@@ -294,8 +188,14 @@ def hold_the_interpreter(report):
 
 
 def test_a_rank_that_holds_the_interpreter_is_alive_and_a_stopped_one_is_not(tmp_path):
-    path = tmp_path / 'output'
-    first, second = processes = start_ranks(hold_the_interpreter, 2, str(path))
+    path, port, processes, opened = tmp_path / 'output', free_port(), [], []
+    for rank in range(2):
+        ours, theirs = _context.Pipe()
+        opened.append(ours)  # a rank that is done waits for the other end to close
+        variables = launch_variables(rank, 2, port)
+        work = (theirs, variables, hold_the_interpreter, (str(path),))
+        processes.append(start_process(_work, *work))
+    first, second = processes
     try:
         first.join(90)
         assert first.exitcode == 1
@@ -307,7 +207,8 @@ def test_a_rank_that_holds_the_interpreter_is_alive_and_a_stopped_one_is_not(tmp
     assert re.search(r"Nothing has gone on for \d+ s: .*rank 1 in 'compiling'.* last seen", busy)
     assert 'stops because' not in busy
     assert 'rank 1 goes on' in busy + rest
-    assert 'because of rank 1 of 2' in rest
+    assert re.search("because of rank 1 of 2 .* in 'compil", rest)
+    assert 'callback of 0' in rest
     assert 'no sign of life' in rest
     assert 'the process is stopped (SIGSTOP' in rest
     assert 'killed' not in rest

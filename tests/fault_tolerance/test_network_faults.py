@@ -12,10 +12,14 @@ import pytest
 import torch
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
+from torch import distributed as torch_dist
 
 from benchmarks.hosts import INTERFACE, PORT, Hosts, available, launch_variables
+from mmdevplug import init_device
 from mmdevplug.checkpoint.reading import read_checkpoint
-from mmdevplug.fault_tolerance.failure import current_watch
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.fault_tolerance import failure_watch, heartbeat
+from mmdevplug.fault_tolerance.failure import current_watch, enter_phase, fail_together
 from tests.checkpoint.training import train
 from tests.jobs import PATHS
 from tests.ranks import run_ranks
@@ -39,20 +43,12 @@ def note(step):
 
 def be_quick():
     """Give up other ranks and the store sooner than after a minute."""
-    from mmdevplug.fault_tolerance import failure_watch, heartbeat
-
     failure_watch.STOP_SECONDS = STOP_SECONDS
     heartbeat.LOST_SECONDS = failure_watch.LOST_SECONDS = PATIENCE
 
 
 def work():
     """A rank: average again and again, and note how far it is."""
-    import torch
-    from torch import distributed as torch_dist
-
-    from mmdevplug import init_device
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 
     torch.set_num_threads(1)
     be_quick()
@@ -79,7 +75,6 @@ class Slowly(Hook):
 
 
 def train_slowly(work_dir, resume=False):
-    """A rank of a real training run."""
     be_quick()
     train(
         work_dir,

@@ -35,17 +35,26 @@ class Counting:
         return counted
 
 
-def count_requests(seconds):
-    """What a rank asks of the store while it goes from phase to phase all the time."""
+def count_requests(seconds, busy=True):
+    """What a rank asks of the store that goes from phase to phase all the time, or is idle."""
     init_device('pytorch', 'cpu')
     watch = current_watch()
     counting = Counting(watch.watch_store)
     watch.watch_store = watch.heartbeat._store = watch.events._store = counting
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        watch.heartbeat.enter_phase(f'iteration {time.monotonic()}')
+        if busy:
+            watch.heartbeat.enter_phase(f'iteration {time.monotonic()}')
         time.sleep(0.02)
     return watch.watch_store.counts
+
+
+def test_few_operations_on_the_store():
+    for counts in run_ranks(count_requests, 3, 8, False):
+        counts.pop('events', None)  # which are counted by their kind, too
+        # Each second two looks for events and half a beat, of two or three operations. Before
+        # PyTorch 1.12 a beat is written and read as some 20 numbers.
+        assert 1 <= sum(counts.values()) <= 8 * (44 if torch_before('1.12.0') else 4)
 
 
 @pytest.mark.skipif(not GETS_BYTES_SAFELY, reason='this PyTorch writes a text in pieces')
