@@ -9,6 +9,8 @@ from mmengine.model import BaseDataPreprocessor, BaseModel
 from mmengine.registry import MODELS
 from torch import nn
 
+from mmdevplug import init_device
+from mmdevplug.device_guard.explain import explain_mixed_devices
 from tests.columns import CUDA, NATIVE, job_of
 from tests.data.jobs import build
 from tests.jobs import install_card
@@ -64,9 +66,6 @@ NAMED = dict(
 
 def explain(accelerator):
     """What is said in each place, and of errors that are about something else."""
-    from mmdevplug import init_device
-    from mmdevplug.device_guard.explain import explain_mixed_devices
-
     install_card(accelerator)
     device = init_device('none', accelerator).device
     model = Plain().to(device)

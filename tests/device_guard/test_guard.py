@@ -15,7 +15,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from mmdevplug.accelerators.detection import find_registered
 from mmdevplug.device_guard import DeviceGuard
+from mmdevplug.device_guard.rules import lazy_types
 from mmdevplug.errors import DeviceMismatchError, DevPlugError
 from tests.commands import python
 from tests.jobs import install_card, needs_modes
@@ -289,9 +291,6 @@ def test_one_device_computes_the_same_bits(policy):
 
 
 def test_which_devices_are_lazy():
-    from mmdevplug.accelerators.detection import find_registered
-    from mmdevplug.device_guard.rules import lazy_types
-
     find_registered('lazy')
     assert {'xla', 'lazy'} <= lazy_types()
     assert lazy_types().isdisjoint({'cpu', 'cuda', 'npu', 'privateuseone'})

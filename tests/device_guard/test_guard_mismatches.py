@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mmdevplug.device_guard import DeviceGuard
+from mmdevplug.errors import DeviceMismatchError
 from tests.jobs import install_card, need_card
 from tests.ranks import run_ranks
 
@@ -284,9 +286,6 @@ def as_array(tensor: torch.Tensor) -> Any:
 
 def run_case(case: Case, home: str, other: str) -> Dict[str, Any]:
     """What the guard makes of a case, and the right numbers."""
-    from mmdevplug.device_guard import DeviceGuard
-    from mmdevplug.errors import DeviceMismatchError
-
     told: Dict[str, Any] = dict(expected=compute(case, placed(case, 'cpu', 'cpu')))
     given = placed(case, home, other)
     try:

@@ -5,6 +5,7 @@ import os
 import torch
 from torch import nn
 
+from mmdevplug import DeviceDistributedDataParallel
 from tests.jobs import start, weights_of
 
 
@@ -25,8 +26,6 @@ def deep(layers=12, width=128):
 
 
 def wrap(module, **options):
-    from mmdevplug import DeviceDistributedDataParallel
-
     return DeviceDistributedDataParallel(module, broadcast_buffers=False, **options)
 
 

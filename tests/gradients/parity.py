@@ -8,8 +8,9 @@ import contextlib
 import functools
 
 import torch
-from torch import nn
+from torch import distributed as torch_dist, nn
 
+from mmdevplug import DeviceDistributedDataParallel
 from tests.jobs import checkpoint, largest_difference, start
 
 
@@ -252,10 +253,7 @@ def compare_all(accelerator):
         dict: For each scenario the largest difference, None where PyTorch's DDP cannot do it,
         and what the vendor's backend said where that refuses a dtype.
     """
-    from torch import distributed as torch_dist
     from torch.nn.parallel import DistributedDataParallel
-
-    from mmdevplug import DeviceDistributedDataParallel
 
     context = start(accelerator)
     rank = torch_dist.get_rank()

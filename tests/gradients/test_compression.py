@@ -8,6 +8,7 @@ from torch import nn
 
 from mmdevplug.errors import ModelError
 from mmdevplug.gradients.wrapper_arguments import check_compressible
+from mmdevplug.staged import reductions
 from tests.gradients.averaging import batch, gradients, net, rank, wrap
 from tests.jobs import largest_difference, start
 from tests.ranks import errors_of_ranks, run_ranks
@@ -42,8 +43,6 @@ def check_rounded(exact, rounded):
 def add_up_many():
     """What DDP and the staging of lazy devices make of 256 + 1 + 1 + 1, which is 256 in half."""
     start('cpu')
-    from mmdevplug.staged import reductions
-
     reductions.LEAST_BYTES = 0
     wrapper = wrap(nn.Linear(10, 1, bias=False), grad_compression='bf16')
     wrapper(torch.full((1, 10), 1024.0 if rank() == 0 else 4.0)).sum().backward()

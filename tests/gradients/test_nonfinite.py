@@ -5,10 +5,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from mmengine.model import BaseModel
+from mmengine.optim import AmpOptimWrapper
 from torch import nn
 
 from mmdevplug.distributed.nonfinite import names_of_nonfinite, scale_and_check
 from mmdevplug.errors import ModelError
+from mmdevplug.optim import DeviceAmpOptimWrapper
 from tests.columns import CUDA, NATIVE, job_of
 from tests.gradients.averaging import batch, gradients, net, rank, weights, wrap
 from tests.jobs import largest_difference, needs_scaler, start
@@ -86,11 +89,6 @@ def test_ignore_leaves_everything_as_it_is(accelerator):
 
 
 def with_scaler(accelerator):
-    from mmengine.model import BaseModel
-    from mmengine.optim import AmpOptimWrapper
-
-    from mmdevplug.optim import DeviceAmpOptimWrapper
-
     class Model(BaseModel):
         def __init__(self):
             super().__init__()

@@ -9,6 +9,8 @@ from mmengine.optim import OptimWrapper
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mmdevplug import registry
+from mmdevplug.model.place_model import place_model
 from tests.columns import NATIVE, job_of
 from tests.gradients.averaging import rank
 from tests.jobs import start
@@ -80,8 +82,6 @@ class Past(MMDistributedDataParallel):
 
 
 def train(accelerator, kind):
-    from mmdevplug.model.place_model import place_model
-
     context = start(accelerator)
     wrapper = place_model(Net(), context, dict(type=kind, find_unused_parameters=True))
     optim_wrapper = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
@@ -111,8 +111,6 @@ def test_trains_on_any_device(accelerator, kind):
 
 
 def warn(kind):
-    from mmdevplug import registry
-
     told = []
     registry.log_warning = told.append
     train('cpu', kind)

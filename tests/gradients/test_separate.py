@@ -3,9 +3,16 @@
 import pytest
 import torch
 from mmengine.model import MMSeparateDistributedDataParallel, is_model_wrapper
-from torch import nn
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.runner.checkpoint import get_state_dict
+from torch import distributed as torch_dist, nn
 
+from mmdevplug import DeviceDistributedDataParallel
+from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
+from mmdevplug.model.place_model import wrapper_config
+from mmdevplug.staged.staged_group import StagedProcessGroup
 from tests.columns import CUDA, NATIVE, job_of, staged
+from tests.features.parts import TinyGAN, set_requires_grad
 from tests.jobs import start
 from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
 
@@ -17,20 +24,12 @@ def in_job(accelerator, check):
 
 
 def wrapped_gan(**options):
-    from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
-    from tests.features.parts import TinyGAN
-
     model = TinyGAN()
     model.register_buffer('own', torch.zeros(2))
     return DeviceSeparateDistributedDataParallel(model, **options), model
 
 
 def look(context):
-    from mmengine.runner.checkpoint import get_state_dict
-
-    from mmdevplug import DeviceDistributedDataParallel
-    from tests.features.parts import TinyGAN
-
     wrapper, model = wrapped_gan(detect_anomalous_params=True)
     wrapper.train()
     wrapped = [name for name, child in model.named_children() if is_model_wrapper(child)]
@@ -63,8 +62,6 @@ def test_children_are_wrapped(accelerator):
 
 
 def accumulate(context):
-    from torch import distributed as torch_dist
-
     wrapper, model = wrapped_gan()
     rank = torch_dist.get_rank()
 
@@ -109,9 +106,6 @@ def test_stock_no_sync_fails():
 
 def frozen_messages(context):
     """Buckets of a backward without and with a part that is frozen for the moment."""
-    from mmdevplug.staged.staged_group import StagedProcessGroup
-    from tests.features.parts import set_requires_grad
-
     _, model = wrapped_gan(broadcast_buffers=True)
     set_requires_grad(model.discriminator, False)
     latent = torch.randn(4, 8).to(context.device)
@@ -139,14 +133,10 @@ class OwnParameter(nn.Module):
 
 
 def wrap_own_parameter(context):
-    from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
-
     DeviceSeparateDistributedDataParallel(OwnParameter())
 
 
 def wrap_frozen(context):
-    from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
-
     DeviceSeparateDistributedDataParallel(nn.Sequential(nn.Linear(2, 2)).requires_grad_(False))
 
 
@@ -176,8 +166,6 @@ def test_models_that_are_refused(wrap, expected):
     ],
 )
 def test_configs_that_name_mmengines_wrapper_get_ours(asked, built):
-    from mmdevplug.model.place_model import wrapper_config
-
     found = wrapper_config(dict(type=asked, broadcast_buffers=False))
     kind = found.pop('type')  # a name that this PyTorch does not have stays
     assert getattr(kind, '__name__', kind) == built
@@ -185,11 +173,6 @@ def test_configs_that_name_mmengines_wrapper_get_ours(asked, built):
 
 
 def unfreeze(context):
-    from mmengine.optim import OptimWrapper, OptimWrapperDict
-
-    from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
-    from tests.features.parts import TinyGAN
-
     model = TinyGAN()
     model.discriminator.requires_grad_(False)
     wrapper = DeviceSeparateDistributedDataParallel(model)

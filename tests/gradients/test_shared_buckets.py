@@ -9,6 +9,7 @@ from torch import nn
 from mmdevplug import DeviceDistributedDataParallel, init_device
 from mmdevplug.errors import ModelError
 from mmdevplug.staged import reductions
+from mmdevplug.utils import memory_file
 from tests.gradients.averaging import shared_sums
 from tests.ranks import errors_of_ranks, run_ranks
 
@@ -87,8 +88,6 @@ def test_a_graph_that_ddp_takes_for_static_shares_memory_too():
 def without_memory():
     def fail(file, size):
         raise OSError(12, 'no room')
-
-    from mmdevplug.utils import memory_file
 
     rank = init_device('pytorch', 'cpu').env.rank
     if rank == 1:

@@ -10,9 +10,15 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed as torch_dist, nn
 
 from benchmarks.hosts import INTERFACE, Hosts, available
+from mmdevplug.distributed.byte_exchange import gather_json
+from mmdevplug.gradients.ddp_hook import BucketAveraging
+from mmdevplug.staged import reductions
+from mmdevplug.staged.shared_memory import group_by_host, share_memory
+from mmdevplug.utils.host import host_name
+from mmdevplug.utils.memory_file import MemoryFile
 from tests.gradients.averaging import (
     allocations,
     batch,
@@ -28,8 +34,6 @@ from tests.ranks import errors_of_ranks, launch_variables, run_ranks
 
 
 def under_way_in_backward(accelerator):
-    from mmdevplug.gradients.ddp_hook import BucketAveraging
-
     context = start(accelerator)
     wrapper = wrap(deep(layers=40), bucket_cap_mb=0.1)
     inputs = batch(0, context.device, 128).requires_grad_(True)
@@ -164,15 +168,11 @@ def test_ranks_of_a_host_add_up_in_shared_memory(ranks):
 
 
 def flat_train(accelerator):
-    from mmdevplug.staged import reductions
-
     reductions.LEAST_BYTES = float('inf')
     return train(accelerator)
 
 
 def train_in_pairs():
-    from torch import distributed as torch_dist
-
     context = start('zeta')
     pairs = [torch_dist.new_group([0, 2]), torch_dist.new_group([1, 3])]
     wrapper = wrap(net(WIDTH), process_group=pairs[rank() % 2])
@@ -260,8 +260,6 @@ def test_without_shared_memory_all_ranks_take_the_loopback_interface():
 
 
 def test_memory_of_another_process_with_the_same_id_is_refused(tmp_path):
-    from mmdevplug.utils.memory_file import MemoryFile
-
     with open(tmp_path / 'memory', 'w+b') as file:
         owner = MemoryFile(os.getpid(), file.fileno(), inode=0)
         with pytest.raises(OSError, match='^process .* is another one in this PID namespace$'):
@@ -270,10 +268,6 @@ def test_memory_of_another_process_with_the_same_id_is_refused(tmp_path):
 
 def memory_of_a_dead_rank(accelerator):
     start(accelerator)
-    from mmdevplug.distributed.byte_exchange import gather_json
-    from mmdevplug.staged.shared_memory import group_by_host, share_memory
-    from mmdevplug.utils.host import host_name
-
     (here,) = group_by_host(gather_json(host_name()))
     memory = share_memory(1 << 20, here, gather_json, rank())
     memory[rank()].memory[:] = bytes([rank() + 1]) * (1 << 20)

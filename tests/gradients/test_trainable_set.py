@@ -6,6 +6,7 @@ from mmengine.optim import OptimWrapper
 from torch import nn
 
 from mmdevplug.errors import ModelError
+from mmdevplug.fault_tolerance import failure
 from mmdevplug.gradients import trainable_set
 from mmdevplug.gradients.trainable_set import TrainableSet, check_optimizers
 from tests.columns import LAZY, NATIVE, job_of, lazy
@@ -92,8 +93,6 @@ def test_ranks_that_change_other_parameters_end_with_their_names():
 
 
 def unfreeze_on_one_rank():
-    from mmdevplug.fault_tolerance import failure
-
     start('cpu', timeout=8)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[0].requires_grad_(False)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmdevplug.errors import ModelError
+from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
 from mmdevplug.gradients.unused_parameters import refuse_unreduced
 from tests.columns import NATIVE, job_of
 from tests.features.parts import TinyGAN
@@ -44,8 +45,6 @@ def train(work_dir, accelerator, model):
 
 def train_parts(accelerator):
     """The child ``generator`` has a parameter that no loss depends on."""
-    from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
-
     start(accelerator)
     model = TinyGAN()
     model.generator.register_parameter('spare', nn.Parameter(torch.ones(1)))

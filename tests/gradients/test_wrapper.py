@@ -1,19 +1,24 @@
 """The wrapper's interface, and models it refuses."""
 
+from collections import Counter
+
 import pytest
 import torch
 from mmengine.model import MMDistributedDataParallel, is_model_wrapper
 from torch import nn
 
+from mmdevplug import DeviceDistributedDataParallel, init_device
 from mmdevplug.accelerators import CPUAccelerator
+from mmdevplug.distributed.staged_groups import staged_counterpart
+from mmdevplug.errors import LaunchError
+from mmdevplug.gradients.lazy_staging import LazyStaging
+from mmdevplug.staged import StagedProcessGroup
 from tests.columns import needs_lazy
 from tests.jobs import install_card
 from tests.ranks import errors_of_ranks, run_ranks
 
 
 def in_job(accelerator, check):
-    from mmdevplug import init_device
-
     install_card(accelerator)
     context = init_device('pytorch', accelerator, timeout=60)
     return check(context)
@@ -27,8 +32,6 @@ both = pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 
 
 def look(context):
-    from mmdevplug import DeviceDistributedDataParallel
-
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     wrapper = DeviceDistributedDataParallel(module, device_ids=[5], output_device=5)
     stock = MMDistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
@@ -55,20 +58,14 @@ def test_interchangeable_with_mmengines_wrapper(accelerator):
 
 
 def wrap_twice(context):
-    from mmdevplug import DeviceDistributedDataParallel
-
     DeviceDistributedDataParallel(DeviceDistributedDataParallel(nn.Linear(2, 2)))
 
 
 def wrap_frozen(context):
-    from mmdevplug import DeviceDistributedDataParallel
-
     DeviceDistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
 
 
 def wrap_with_unknown_option(context):
-    from mmdevplug import DeviceDistributedDataParallel
-
     DeviceDistributedDataParallel(nn.Linear(2, 2), find_unused_paramters=True)
 
 
@@ -78,15 +75,10 @@ class StaysOnHost(nn.Linear):
 
 
 def wrap_immovable(context):
-    from mmdevplug import DeviceDistributedDataParallel
-
     DeviceDistributedDataParallel(nn.Sequential(nn.Linear(2, 2), StaysOnHost(2, 2)))
 
 
 def sparse(context):
-    from mmdevplug.distributed.staged_groups import staged_counterpart
-    from mmdevplug.gradients.lazy_staging import LazyStaging
-
     # No lazy device has sparse kernels, so the host itself is staged here.
     module = nn.Embedding(8, 4, sparse=True)
     staging = LazyStaging(list(module.named_parameters()), CPUAccelerator(), staged_counterpart())
@@ -126,8 +118,6 @@ def test_what_is_refused_on_all_ranks(accelerator, check, kind, told):
 
 
 def use_ddp_only_methods(context):
-    from mmdevplug import DeviceDistributedDataParallel
-
     wrapper = DeviceDistributedDataParallel(nn.Linear(2, 2))
     called = []
     for method in (wrapper.join, lambda: wrapper.register_comm_hook(None, print)):
@@ -147,20 +137,12 @@ def test_methods_of_ddp_are_refused_where_gradients_wait_for_the_end():
 
 
 def test_needs_a_process_group():
-    from mmdevplug import DeviceDistributedDataParallel
-    from mmdevplug.errors import LaunchError
-
     with pytest.raises(LaunchError, match='init_device'):
         DeviceDistributedDataParallel(nn.Linear(2, 2))
 
 
 def count_messages(context):
     """Collectives of an iteration, by kind."""
-    from collections import Counter
-
-    from mmdevplug import DeviceDistributedDataParallel
-    from mmdevplug.staged import StagedProcessGroup
-
     sent = Counter()
     original = StagedProcessGroup._run
 
@@ -186,7 +168,6 @@ def test_few_messages():
 
 def hook_of_a_user(context):
     """Gradients by a hook of the user's, also after a layer was frozen, which builds DDP anew."""
-    from mmdevplug import DeviceDistributedDataParallel
 
     def hook(state, bucket):
         done = torch.futures.Future()

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from mmdevplug import DeviceDistributedDataParallel
 from tests.gradients.averaging import rank
 from tests.jobs import start, weights_of
 
@@ -101,8 +102,6 @@ def _batch(step, rank):
 
 def on_ranks(accelerator, scenarios):
     """Train all scenarios as a rank of a job."""
-    from mmdevplug import DeviceDistributedDataParallel
-
     device = start(accelerator).device
 
     def wrap(net, options):

@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 from typing import Dict, Tuple
 
 import torch
-from torch import nn
+from torch import distributed as torch_dist, nn
 
+from mmdevplug.model import norm_layers
+from mmdevplug.model.frozen_bn import give_frozen_gradients
+from mmdevplug.model.move import move_module
+from mmdevplug.model.norm_layers import convert_norm_layers
+from mmdevplug.model.sync_bn import DeviceSyncBatchNorm
 from tests.jobs import checkpoint, start
 
 CHANNELS = 4
@@ -146,14 +151,6 @@ def run(model, case, batches, device, dtype=None, steps=3):
 
 def run_all(accelerator):
     """Run every case on this rank."""
-    from torch import distributed as torch_dist
-
-    from mmdevplug.model import norm_layers
-    from mmdevplug.model.frozen_bn import give_frozen_gradients
-    from mmdevplug.model.move import move_module
-    from mmdevplug.model.norm_layers import convert_norm_layers
-    from mmdevplug.model.sync_bn import DeviceSyncBatchNorm
-
     context = start(accelerator)
     rank, ranks = torch_dist.get_rank(), torch_dist.get_world_size()
     norm_layers.torch_sync_bn_works = lambda *_: False  # ours, also where PyTorch's works

@@ -7,6 +7,9 @@ import torch
 from mmengine.model import BaseDataPreprocessor, BaseModel
 from torch import nn
 
+from mmdevplug.accelerators import get_accelerator
+from mmdevplug.model import move
+from mmdevplug.model.move import misplaced_tensors, move_module, weights_on_host
 from tests.jobs import install_card
 from tests.ranks import run_ranks
 
@@ -26,9 +29,6 @@ class Model(BaseModel):
 
 def move_and_initialize():
     install_card('zeta')
-    from mmdevplug.accelerators import get_accelerator
-    from mmdevplug.model.move import misplaced_tensors, move_module, weights_on_host
-
     accelerator = get_accelerator('zeta')
     device = accelerator.device(2)
     holder = nn.ModuleDict(dict(model=Model()))  # whose `to` does not reach preprocessors
@@ -90,9 +90,6 @@ class Hooked(BaseModel):
 
 def gradients_of_hooked(kind, swaps=True):
     """Build, move, initialize and run a model; return the gradients."""
-    from mmdevplug.accelerators import get_accelerator
-    from mmdevplug.model import move
-
     accelerator = install_card(kind) or get_accelerator(kind)
     move.SWAPS_TENSORS = move.SWAPS_TENSORS and swaps  # there is no way before PyTorch 2.3
     torch.manual_seed(0)

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from mmdevplug import init_device
+from mmdevplug.gradients import DeviceDistributedDataParallel
 from mmdevplug.model import running_stats
+from mmdevplug.model.place_model import place_model
 from tests.columns import LAZY
 from tests.jobs import install_card
 from tests.patches.test_module_device import OWNER, Generator, get_module_device
@@ -15,10 +18,6 @@ from tests.ranks import run_ranks
 
 
 def wrap(accelerator, by_runner):
-    from mmdevplug import init_device
-    from mmdevplug.gradients import DeviceDistributedDataParallel
-    from mmdevplug.model.place_model import place_model
-
     install_card(accelerator)
     owner = sys.modules[OWNER] = ModuleType(OWNER)
     owner.get_module_device = get_module_device

@@ -4,11 +4,13 @@ import os
 
 import pytest
 import torch
-from mmengine.model import BaseModel
+from mmengine.model import BaseModel, MMDistributedDataParallel
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import nn
 
+from mmdevplug import DeviceDistributedDataParallel, DeviceRunner, init_device
 from mmdevplug.errors import ModelError
+from mmdevplug.optim import DeviceAmpOptimWrapper
 from tests.jobs import install_card, torch_before
 from tests.ranks import run_ranks
 
@@ -49,8 +51,6 @@ def batches(rank=0, world_size=1):
 
 
 def wrapper_of(name, model):
-    from mmdevplug.optim import DeviceAmpOptimWrapper
-
     if name == 'SparseAdam':
         sparse = [*model.words.parameters(), *model.bags.parameters()]
         return OptimWrapperDict(
@@ -104,10 +104,6 @@ def train(model, name, rank=0, world_size=1):
 
 
 def in_ranks(names):
-    from mmengine.model import MMDistributedDataParallel
-
-    from mmdevplug import DeviceDistributedDataParallel, init_device
-
     context = init_device('pytorch', 'cpu', timeout=60)
     place = context.env.rank, context.env.world_size
     found = {}
@@ -124,8 +120,6 @@ def in_ranks(names):
 
 
 def meet_nan(rank, world_size):
-    from mmdevplug import DeviceDistributedDataParallel
-
     model = DeviceDistributedDataParallel(make(), nonfinite_grads='stop')
     optim_wrapper = wrapper_of('SGD', model.module)
     for number, data in enumerate(batches(rank, world_size)):
@@ -162,8 +156,6 @@ def assert_close(found, reference, close, name):
 
 
 def train_on_device(accelerator, work_dir, frozen=False):
-    from mmdevplug import DeviceRunner
-
     install_card(accelerator)
     model = make()
     for name in ('words', 'bags'):

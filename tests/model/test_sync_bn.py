@@ -1,15 +1,17 @@
 """Synchronized batch normalization: numerics, conversion, refusals, and trainings."""
 
 import copy
+import os
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed as torch_dist, nn
 
-from mmdevplug import init_device
+from mmdevplug import DeviceDistributedDataParallel, init_device
 from mmdevplug.errors import ModelError
 from mmdevplug.model import norm_layers
 from mmdevplug.model.norm_layers import SYNC_BN, check_sync_bn, convert_norm_layers
+from mmdevplug.model.place_model import place_model
 from tests.columns import CUDA, NATIVE, job_of, lazy
 from tests.jobs import PLAIN, largest_difference, start, train_digits
 from tests.model.sync_bn_cases import CASES, compare, run_all
@@ -136,9 +138,6 @@ def test_unknown_values_are_refused_with_a_list(value):
 
 
 def place_in_single_process(sync_bn):
-    from mmdevplug import init_device
-    from mmdevplug.model.place_model import place_model
-
     context = init_device('none', 'cpu')
     with pytest.raises(ModelError, match="sync_bn='sync'"):
         place_model(Layers(), context, sync_bn='sync')
@@ -172,8 +171,6 @@ def test_layers_that_do_more_than_normalize_are_kept():
 
 def one_value(accelerator):
     context = start(accelerator)
-    from torch import distributed as torch_dist
-
     norm_layers.torch_sync_bn_works = lambda *_: False  # ours, also where PyTorch's works
     model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.SyncBatchNorm(3))).to(context.device)
     convert_norm_layers(model, context.accelerator, context.device)
@@ -222,8 +219,6 @@ def test_other_channels_are_refused():
 
 
 def in_groups():
-    from torch import distributed as torch_dist
-
     context = start('cpu')
     pair, single = torch_dist.new_group([0, 1]), torch_dist.new_group([2])
     rank = torch_dist.get_rank()
@@ -260,10 +255,6 @@ class Detour(nn.Module):
 
 
 def take_detours(accelerator):
-    from torch import distributed as torch_dist
-
-    from mmdevplug import DeviceDistributedDataParallel
-
     context = start(accelerator)
     rank = torch_dist.get_rank()
     wrapper = DeviceDistributedDataParallel(Detour(), bucket_cap_mb=1)
@@ -292,12 +283,6 @@ class Net(nn.Sequential):
 
 def averaged_gradients(norm):
     """Gradients in PyTorch's own process group, as under MMEngine's runner."""
-    import os
-
-    from torch import distributed as torch_dist
-
-    from mmdevplug import DeviceDistributedDataParallel
-
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(6, 1, 8, 8, generator=generator)
     model = Net(norm)

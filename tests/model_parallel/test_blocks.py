@@ -11,6 +11,7 @@ from mmdevplug.model_parallel import plan
 from mmdevplug.model_parallel.unsplittable import WholeModules
 from tests.jobs import need_peft
 from tests.model_parallel.models import (
+    LLAMA,
     Residual,
     every_model,
     every_name,
@@ -146,8 +147,6 @@ def test_what_comes_before_the_first_block_goes_with_it():
 @pytest.mark.parametrize('names', [('lm_head', 'model.embed_tokens')])
 def test_ties_that_are_only_declared(names):
     from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from tests.model_parallel.models import LLAMA
 
     with without_memory():
         model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA, tie_word_embeddings=True))

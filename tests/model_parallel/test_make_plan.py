@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mmdevplug.errors import PlacementError
-from mmdevplug.model_parallel import DevicePlan, plan
+from mmdevplug.model_parallel import DevicePlan, make_plan as planning, plan
 from mmdevplug.model_parallel.meta_build import can_build_on_meta
 from tests.model_parallel.brute import best_score
 from tests.model_parallel.models import Patched, every_model, make, without_memory
@@ -156,8 +156,6 @@ def test_dynamic_balances_where_auto_fails():
 
 
 def test_dynamic_falls_back_to_auto(monkeypatch):
-    from mmdevplug.model_parallel import make_plan as planning
-
     def fail(*args, **kwargs):
         raise PlacementError('no split')
 

@@ -5,8 +5,11 @@ import warnings
 import pytest
 import torch
 import torch.distributed.nn
+from mmengine import dist
 from torch import distributed as torch_dist
 
+from mmdevplug import DeviceDistributedDataParallel, init_device
+from mmdevplug.patches.barrier import restore_barrier
 from tests.jobs import install_card, need_card, start, torch_before
 from tests.ranks import run_ranks
 
@@ -224,11 +227,6 @@ def test_backward_goes_through_collectives():
 
 def wait_and_train():
     """Barriers and a step on a card of which PyTorch cannot tell that it is the accelerator."""
-    from mmengine import dist
-
-    from mmdevplug import DeviceDistributedDataParallel, init_device
-    from mmdevplug.patches.barrier import restore_barrier
-
     install_card('zeta')
     original = torch_dist.barrier
     config = dict(type='zeta', device_count=4)

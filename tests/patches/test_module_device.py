@@ -10,6 +10,9 @@ from mmengine.model import BaseModel
 from mmengine.runner.amp import autocast
 from torch import nn
 
+from mmdevplug import init_device
+from mmdevplug.model.place_model import place_model
+from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
 from tests.jobs import install_card
 from tests.ranks import run_ranks
 
@@ -39,10 +42,6 @@ class Generator(BaseModel):
 
 
 def generate(accelerator):
-    from mmdevplug import init_device
-    from mmdevplug.model.place_model import place_model
-    from mmdevplug.patches.mmengine import restore_mmengine
-
     install_card(accelerator)
     owner = sys.modules[OWNER] = ModuleType(OWNER)
     owner.get_module_device = get_module_device
@@ -64,8 +63,6 @@ def test_noise_is_made_on_the_device_of_the_module(accelerator):
 
 def ask_for_cuda(accelerator):
     """Models, losses and metrics that call ``.cuda()``, as some of mmagic and mmrotate do."""
-    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
-
     install_card(accelerator)
     patch_mmengine(accelerator)
     here = torch.ones(2).to(accelerator)
@@ -123,8 +120,6 @@ if hasattr(torch, 'get_autocast_dtype'):
 
 def cast_by_cuda(accelerator):
     """What dtypes a model computes in that turns mixed precision off and on by CUDA's names."""
-    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
-
     install_card(accelerator)
     before = decorate()
     patch_mmengine(accelerator)

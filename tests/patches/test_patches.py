@@ -10,9 +10,17 @@ from contextlib import suppress
 
 import pytest
 import torch
-from mmengine.registry import DefaultScope, Registry
+from mmengine.hooks import Hook
+from mmengine.logging import logger
+from mmengine.registry import HOOKS, DefaultScope, Registry
+from mmengine.runner.amp import autocast
 from torch import distributed as torch_dist
 
+from mmdevplug.patches.barrier import restore_barrier
+from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
+from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
+from mmdevplug.patches.mmseg import patch_accuracy
+from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils import patching
 from mmdevplug.utils.patching import (
     JOB,
@@ -25,7 +33,7 @@ from mmdevplug.utils.patching import (
 )
 from tests.columns import job_of
 from tests.commands import python
-from tests.jobs import ROOT, train_digits
+from tests.jobs import ROOT, install_card, train_digits
 from tests.ranks import run_ranks
 
 
@@ -59,8 +67,6 @@ def package_of(name):
 
 def snapshot():
     """All attributes of loaded modules of the packages and of their classes."""
-    from mmengine.runner.amp import autocast
-
     found = {}
     for name, module in list(sys.modules.items()):
         if package_of(name) not in PACKAGES or not isinstance(module, types.ModuleType):
@@ -104,14 +110,6 @@ def recorded():
 
 def watch_job(accelerator, folder):
     """What jobs in one process change: before, in the middle, at the end, after restoring."""
-    from mmengine.hooks import Hook
-    from mmengine.registry import HOOKS
-
-    from mmdevplug.patches.barrier import restore_barrier
-    from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
-    from mmdevplug.patches.mmengine import restore_mmengine
-    from tests.jobs import install_card
-
     with suppress(ImportError):  # mmcv-lite
         import mmcv.ops  # noqa: F401
     install_card(accelerator)
@@ -226,11 +224,6 @@ def test_a_job_on_torch_xla_changes_what_the_list_says(tmp_path):
 
 
 def test_autocast_is_restored_and_patched_anew():
-    from mmengine.runner.amp import autocast
-
-    from mmdevplug import patch_mmengine
-    from mmdevplug.patches.mmengine import restore_mmengine
-
     restore_mmengine()
     original = autocast.__wrapped__.__code__
     for _ in range(2):
@@ -241,11 +234,6 @@ def test_autocast_is_restored_and_patched_anew():
 
 
 def device_id_without_a_runner():
-    from mmengine.logging import logger
-
-    from mmdevplug.patches.mmengine import patch_mmengine
-    from tests.jobs import install_card
-
     install_card('zeta')
     before = logger._get_device_id()
     patch_mmengine('zeta')
@@ -304,8 +292,6 @@ def test_no_period_restores_nothing_and_a_period_its_own_patches():
 
 
 def test_a_context_is_recorded_until_it_ends():
-    from mmdevplug.patches.torch_load import safe_loading
-
     with safe_loading('x'):
         assert 'torch.load' in list(map(str, active_patches()))
     assert 'torch.load' not in list(map(str, active_patches()))
@@ -315,9 +301,6 @@ def test_a_context_is_recorded_until_it_ends():
 def test_accuracy_is_recorded_where_it_was_imported():
     pytest.importorskip('mmseg')
     from mmseg.models.decode_heads import FCNHead
-
-    from mmdevplug.patches.mmengine import restore_mmengine
-    from mmdevplug.patches.mmseg import patch_accuracy
 
     # A runner of an earlier test in this process may have left its own.
     with DefaultScope.overwrite_default_scope('mmseg'):

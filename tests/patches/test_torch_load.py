@@ -12,7 +12,12 @@ from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader
 from torch import nn
 
+from mmdevplug import patch_mmengine
+from mmdevplug.accelerators import get_accelerator
+from mmdevplug.distributed.process_group import start_distributed
 from mmdevplug.errors import CheckpointError
+from mmdevplug.model.place_model import initialize_weights
+from mmdevplug.patches.mmengine import restore_mmengine
 from mmdevplug.patches.torch_load import safe_loading
 from tests.jobs import load_file, torch_before
 
@@ -174,9 +179,6 @@ def test_classes_that_the_user_allowed_stay_allowed(files):
 
 
 def test_registered_schemes_are_safe_until_they_are_restored(files):
-    from mmdevplug import patch_mmengine
-    from mmdevplug.patches.mmengine import restore_mmengine
-
     restore_mmengine()  # another test in this process may have left it patched
     before = dict(CheckpointLoader._schemes)
 
@@ -199,10 +201,6 @@ def test_registered_schemes_are_safe_until_they_are_restored(files):
 
 def test_a_models_own_initialization(files, tmp_path):
     """As a runner calls it: its loads keep their arguments, in its own threads too."""
-    from mmdevplug.accelerators import get_accelerator
-    from mmdevplug.distributed.process_group import start_distributed
-    from mmdevplug.model.place_model import initialize_weights
-
     python_2 = tmp_path / 'python2.pth'
     _write_python_2(python_2)
 

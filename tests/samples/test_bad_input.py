@@ -4,14 +4,14 @@ import threading
 
 import pytest
 import torch
+from torch import distributed as torch_dist
 
+from mmdevplug import samples as exchanges
 from tests.jobs import start
 from tests.ranks import run_ranks
 
 
 def exchange(name, samples, group=None, **options):
-    from mmdevplug import samples as exchanges
-
     return getattr(exchanges, name)(samples, group=group, **options)
 
 
@@ -54,8 +54,6 @@ def refusals(name):
     Returns:
         dict: For each case the type and the text of the error.
     """
-    from torch import distributed as torch_dist
-
     context = start()
     rank = context.env.rank
     pair = torch_dist.new_group([0, 1])

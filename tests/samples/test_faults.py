@@ -7,15 +7,14 @@ import time
 import pytest
 import torch
 
+from mmdevplug import samples as exchanges
+from mmdevplug.fault_tolerance import failure, failure_watch
 from tests.jobs import start
 from tests.ranks import errors_of_ranks
 
 
 def exchange(name, accident, timeout=60):
     """Exchange twice; before the second time something happens to rank 1."""
-    from mmdevplug import samples as exchanges
-    from mmdevplug.fault_tolerance import failure, failure_watch
-
     failure_watch.STOP_SECONDS = 1.0
     rank = start(timeout=timeout).env.rank
     samples = [dict(x=torch.full((1 << 17,), float(rank)))] * (6 if rank == 1 else 1)

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch import distributed as torch_dist
 
+from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError
+from mmdevplug.samples import balance_samples, gather_samples, stack_samples
 from tests.jobs import start
 from tests.ranks import run_ranks
 
@@ -14,10 +17,6 @@ def groups_of(rank):
 
 
 def gather_nested():
-    from torch import distributed as torch_dist
-
-    from mmdevplug.samples import gather_samples
-
     rank = start().env.rank
     by_hand = [None, None]
     torch_dist.all_gather_object(by_hand, groups_of(rank))
@@ -35,11 +34,6 @@ def test_lists_of_groups_are_neither_nested_deeper_nor_flattened_unasked():
 
 
 def stack_pool():
-    from torch import distributed as torch_dist
-
-    from mmdevplug.device_guard import DeviceGuard
-    from mmdevplug.samples import balance_samples, gather_samples, stack_samples
-
     context = start('zeta')
     rank, device = context.env.rank, context.device
     mine = [dict(reward=torch.tensor(float(rank)).to(device))] * (3 if rank else 1)

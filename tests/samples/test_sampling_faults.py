@@ -7,22 +7,19 @@ import time
 import pytest
 import torch
 
-from mmdevplug.samples import gather_samples
+from mmdevplug.fault_tolerance import failure, failure_watch
+from mmdevplug.samples import DynamicSampler, gather_samples
 from tests import jobs
 from tests.ranks import errors_of_ranks, run_ranks
 
 
 def start(timeout=60):
-    from mmdevplug.fault_tolerance import failure_watch
-
     failure_watch.REPORT_SECONDS = 2.0
     return jobs.start(timeout=timeout).env.rank
 
 
 def sample(rank, accident, where='generate', rounds=2, **options):
     """Sample; in the second round something happens to rank 1."""
-    from mmdevplug.samples import DynamicSampler
-
     calls = []
 
     def generate():
@@ -62,8 +59,6 @@ def test_an_error_of_one_rank_ends_all_with_its_name(where):
 
 
 def sample_and_fail_to_collate():
-    from mmdevplug.fault_tolerance import failure_watch
-
     rank = start()
     # The other rank waits in a collective and is ended by its watch.
     failure_watch.STOP_SECONDS = 1.0
@@ -92,8 +87,6 @@ def test_a_rank_that_is_killed_is_named():
 
 def sample_slowly():
     """Rank 1 does not go on before the others have asked for it."""
-    from mmdevplug.fault_tolerance import failure, failure_watch
-
     rank = start()
     store, _ = failure.current_job()
     told = []
@@ -117,8 +110,6 @@ def test_a_slow_rank_is_named_and_waited_for():
 
 
 def sample_and_stay_away():
-    from mmdevplug.fault_tolerance import failure_watch
-
     rank = start(timeout=3)
     # It cannot be ended by an exception while it hangs, so its watch ends it.
     failure_watch.STOP_SECONDS = 1.0

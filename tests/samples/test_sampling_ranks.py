@@ -4,7 +4,11 @@ import os
 
 import pytest
 import torch
+from torch import distributed as torch_dist
 
+from mmdevplug.accelerators import enter_rank_device
+from mmdevplug.errors import SampleError
+from mmdevplug.samples import DynamicSampler, sampler as module
 from tests.columns import CUDA, NATIVE, device_of, job_of
 from tests.jobs import start
 from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
@@ -18,8 +22,6 @@ class Answers:
     """Two groups of answers in each round, on this rank's device."""
 
     def __init__(self, valid):
-        from mmdevplug.accelerators import enter_rank_device
-
         self.device = enter_rank_device()[1]
         self.rank, self.valid, self.round = int(os.environ['RANK']), list(valid), 0
 
@@ -48,9 +50,6 @@ class Answers:
 
 
 def replay(accelerator):
-    from mmdevplug.accelerators import enter_rank_device
-    from mmdevplug.samples import DynamicSampler, sampler as module
-
     rank = start(accelerator).env.rank
     lines = []
     module.log = lambda line, *_: lines.append(line)
@@ -141,8 +140,6 @@ def test_what_differs_in_length_is_a_list_for_each_sample(replayed):
 
 
 def sample_until_the_end(valid, options):
-    from mmdevplug.samples import DynamicSampler
-
     rank = start().env.rank
     answers = Answers(valid[rank])
     target = options.pop('target')
@@ -177,11 +174,6 @@ def test_too_few_on_two_ranks():
 
 
 def sample_in_pairs():
-    from torch import distributed as torch_dist
-
-    from mmdevplug.errors import SampleError
-    from mmdevplug.samples import DynamicSampler
-
     rank = start().env.rank
     pairs = [torch_dist.new_group([0, 2]), torch_dist.new_group([1, 3])]
     with pytest.raises(SampleError, match='is not in the process group'):
@@ -204,8 +196,6 @@ def test_groups_of_ranks_have_pools_of_their_own():
 
 
 def sample_with_settings_of_each_rank():
-    from mmdevplug.samples import DynamicSampler
-
     answers = Answers([2] * (start().env.rank + 2))
     next(DynamicSampler(answers.generate, answers.is_valid, 32 + 16 * answers.rank, 3, PER_GROUP))
 
@@ -218,8 +208,6 @@ def test_ranks_must_agree_on_what_they_want():
 
 
 def make_with_a_target_for_fewer_ranks():
-    from mmdevplug.samples import DynamicSampler
-
     start()
     DynamicSampler(list, bool, 40, per_group=8)
 

@@ -1,8 +1,12 @@
 """What an exchange of samples puts on the wire, counted by interfaces of network namespaces."""
 
 import pytest
+import torch
+from torch import distributed as torch_dist
 
 from benchmarks.hosts import Hosts, available, counter_file
+from mmdevplug import init_device
+from mmdevplug.samples import balance_samples
 from tests.on_hosts import run_on_hosts
 
 SAMPLE_BYTES = 64 << 10
@@ -15,12 +19,6 @@ TALK = 8 << 10
 
 def work(counts_of_exchanges):
     """A rank on a host of its own: balance, and count what its host sends."""
-    import torch
-    from torch import distributed as torch_dist
-
-    from mmdevplug import init_device
-    from mmdevplug.samples import balance_samples
-
     context = init_device('pytorch', 'cpu', timeout=60)
     rank = context.env.rank
 

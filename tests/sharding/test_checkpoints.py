@@ -8,6 +8,8 @@ import zlib
 
 import pytest
 import torch
+from mmengine.registry import MODELS
+from mmengine.runner.checkpoint import _load_checkpoint_to_model
 
 from mmdevplug.errors import CheckpointError
 from tests.cli.running import config, mmdevplug
@@ -36,9 +38,6 @@ def run(work_dir, sharding, kind='twice', device='cpu', **options):
 
 def load_alone(path):
     """What MMEngine's own functions make of a file in one process."""
-    from mmengine.registry import MODELS
-    from mmengine.runner.checkpoint import _load_checkpoint_to_model
-
     model = MODELS.build(dict(type='ShardedTwice'))
     _load_checkpoint_to_model(model, load_file(path), strict=True)
     return model.state_dict()

@@ -11,6 +11,8 @@ import torch
 from torch import distributed as torch_dist
 from torch.distributed import ReduceOp
 
+import mmdevplug.staged  # noqa: F401
+from mmdevplug.staged.host_buffers import HostBuffers
 from tests.columns import job_of
 from tests.commands import python
 from tests.jobs import ROOT, install_card
@@ -50,8 +52,6 @@ def add_streams():
 
 def start(device, timeout=60):
     """Make the group of all ranks; returns this rank's device, 'streams' for a card with them."""
-    import mmdevplug.staged  # noqa: F401
-
     streams, device = device == 'streams', 'zeta' if device == 'streams' else device
     install_card(device)
     if streams:
@@ -523,8 +523,6 @@ def test_a_destroyed_group_keeps_no_connections():
 
 
 def one_is_late():
-    import mmdevplug.staged  # noqa: F401
-
     torch_dist.init_process_group('staged', timeout=timedelta(seconds=4))
     torch_dist.barrier()
     if torch_dist.get_rank() == 1:
@@ -547,8 +545,6 @@ def test_a_rank_that_is_late_is_named():
 
 
 def next_while_one_begins():
-    from mmdevplug.staged.host_buffers import HostBuffers
-
     device, read = start('cpu', timeout=10), HostBuffers.read
     delay = 0.2 if torch.distributed.get_rank() == 0 else 0.0
 

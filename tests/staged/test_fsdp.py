@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import distributed as torch_dist, nn
 
+from mmdevplug import init_device
 from tests.columns import NATIVE, job_of
 from tests.ranks import run_ranks
 
@@ -45,8 +46,6 @@ def train(device_type, folder):
     from torch.distributed import checkpoint
 
     if device_type == NATIVE:
-        from mmdevplug import init_device
-
         device = init_device('pytorch', NATIVE, timeout=60).device
     else:
         device = start(device_type)

@@ -1,5 +1,7 @@
 """What tests of mmcv's operators run in processes of their own."""
 
+import importlib
+import os
 import re
 import sys
 import traceback
@@ -7,9 +9,14 @@ from pathlib import Path
 
 import torch
 
+from mmdevplug import init_device
+from mmdevplug.accelerators import DeviceContext, get_accelerator, set_device_context
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.fault_tolerance.failure import fail_together
+from mmdevplug.patches.mmcv_ops import host_use, restore_mmcv_ops
 from tests.jobs import install_card
 from tests.patches.mmcv_ops import checks
-from tests.patches.mmcv_ops.cases import CASES, run_case
+from tests.patches.mmcv_ops.cases import CASES, Tensors, run_case
 from tests.xla.executions import counts
 
 T20_STANDIN = str(Path(__file__).parents[3] / 'standins' / 't20')
@@ -17,8 +24,6 @@ T20_STANDIN = str(Path(__file__).parents[3] / 'standins' / 't20')
 
 def prepare(accelerator):
     """Install what stands in for a device, and make it this process's accelerator."""
-    from mmdevplug.accelerators import DeviceContext, get_accelerator, set_device_context
-
     if accelerator == 'gcu':
         sys.path.insert(0, T20_STANDIN)
     install_card(accelerator)
@@ -58,8 +63,6 @@ def _difference(one, two):
 def count_executions(accelerator):
     """Executions of one forward whose inputs are all still to be computed, by operator."""
     import mmcv.ops
-
-    from tests.patches.mmcv_ops.cases import Tensors
 
     chosen = prepare(accelerator)
     t = Tensors(chosen.device(0))
@@ -142,13 +145,7 @@ def run_checks(accelerator):
 
 def stop_where_one_rank_needs_the_host():
     """Rank 1 alone meets an operator without any kernel."""
-    import os
-
     from mmcv.ops import RoIPool
-
-    from mmdevplug import init_device
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import fail_together
 
     install_card('zeta')
     context = init_device('pytorch', 'zeta')
@@ -165,9 +162,6 @@ def stop_where_one_rank_needs_the_host():
 
 def train_without_the_extension():
     """A job on a card where mmcv has no compiled operators, as mmcv-lite."""
-    import importlib
-
-    from mmdevplug.patches.mmcv_ops import host_use, restore_mmcv_ops
 
     class Hidden:
         def find_spec(self, name, path=None, target=None):
@@ -177,8 +171,6 @@ def train_without_the_extension():
     assert 'mmcv._ext' not in sys.modules
     sys.meta_path.insert(0, Hidden())
     install_card('zeta')
-    from mmdevplug import init_device
-
     context = init_device('none', 'zeta')
     importlib.import_module('mmcv.cnn')
     layer = importlib.import_module('mmcv.cnn').ConvModule(3, 4, 1).to(context.device)
