@@ -16,7 +16,7 @@ from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.patches.mmcv_ops import host_use, restore_mmcv_ops
 from tests.jobs import install_card
 from tests.patches.mmcv_ops import checks
-from tests.patches.mmcv_ops.cases import CASES, Tensors, run_case
+from tests.patches.mmcv_ops.cases import Tensors, run_case
 from tests.xla.executions import counts
 
 T20_STANDIN = str(Path(__file__).parents[3] / 'standins' / 't20')
@@ -183,8 +183,3 @@ def train_without_the_extension():
             messages.append(str(error))
         restore_mmcv_ops()
     return dict(messages=messages, uses=host_use(), gradient=layer.conv.weight.grad is not None)
-
-
-def case_names():
-    """All cases."""
-    return list(CASES)

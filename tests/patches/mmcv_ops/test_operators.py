@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import lru_cache
 from math import isfinite
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from mmdevplug.patches.mmcv_ops.host_call import OUTPUTS
 from tests.jobs import needs_bfloat16
 from tests.patches.mmcv_ops import checks, jobs
+from tests.patches.mmcv_ops.cases import CASES
 from tests.patches.mmcv_ops.detector import train_detector
 from tests.ranks import errors_of_ranks, run_ranks
 
@@ -42,23 +44,19 @@ def is_run(name, accelerator):
 
 pytestmark = pytest.mark.operators
 
-_found = {}
 
-
+@lru_cache(maxsize=None)
 def found_on(accelerator):
-    """The cases on a device, once."""
-    if accelerator not in _found:
-        names = [
-            name
-            for name in jobs.case_names()
-            if accelerator == 'zeta' or (name not in ABORTS_ON_XLA and is_run(name, accelerator))
-        ]
-        environ = ENVIRON[accelerator]
-        (_found[accelerator],) = run_ranks(
-            jobs.compare_cases, 0, accelerator, names, environ=environ, timeout=280
-        )
-        _write(accelerator, same=_same_bits(_found[accelerator]))
-    return _found[accelerator]
+    """The cases on a device."""
+    names = [
+        name
+        for name in CASES
+        if accelerator == 'zeta' or (name not in ABORTS_ON_XLA and is_run(name, accelerator))
+    ]
+    environ = ENVIRON[accelerator]
+    (found,) = run_ranks(jobs.compare_cases, 0, accelerator, names, environ=environ, timeout=280)
+    _write(accelerator, same=_same_bits(found))
+    return found
 
 
 def _same_bits(cases):
@@ -87,7 +85,7 @@ def _write(accelerator, **results):
     [
         pytest.param(name, *param.values, marks=param.marks)
         for param in (pytest.param('zeta'), *LAZY)
-        for name in jobs.case_names()
+        for name in CASES
         if is_run(name, *param.values)
     ],
 )
