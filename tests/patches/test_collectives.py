@@ -10,6 +10,7 @@ from torch import distributed as torch_dist
 
 from mmdevplug import DeviceDistributedDataParallel, init_device
 from mmdevplug.patches.barrier import restore_barrier
+from tests.columns import XLA, job_of
 from tests.jobs import install_card, need_card, start, torch_before
 from tests.ranks import run_ranks
 
@@ -58,10 +59,10 @@ def call_all(accelerator):
     return found
 
 
-def check(accelerator):
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', XLA])
+def test_collectives_of_models(accelerator):
     first, second = (2.0 * torch.tensor([1.0, 2.0])).exp().tolist()
-    environ = dict(CPU_NUM_DEVICES='2') if accelerator == 'xla' else {}
-    for found in run_ranks(call_all, 2, accelerator, environ=environ):
+    for found in run_ranks(call_all, 2, accelerator, **job_of(accelerator)):
         assert found.pop('all_gather') == [
             [[pytest.approx(first)] * 2],
             [[pytest.approx(second)] * 2],
@@ -75,16 +76,6 @@ def check(accelerator):
             broadcast=[[2.0, 2.0]],
             host=[2.0],
         )
-
-
-@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
-def test_collectives_of_models(accelerator):
-    check(accelerator)
-
-
-@pytest.mark.xla
-def test_collectives_of_models_on_torch_xla():
-    check('xla')
 
 
 # in three ranks, compared with the CPU -----------------------------------------------------------

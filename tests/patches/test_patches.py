@@ -202,25 +202,18 @@ def expected_of(accelerator, ranks):
     return found
 
 
-def check_job(accelerator, ranks, folder):
-    options = job_of(accelerator, ranks) if accelerator == 'xla' else {}
-    number = ranks if ranks > 1 else 0
-    for found in run_ranks(watch_job, number, accelerator, folder, **options):
+@pytest.mark.parametrize(
+    ('accelerator', 'ranks'),
+    [('cpu', 0), ('zeta', 0), ('zeta', 2), pytest.param('xla', 0, marks=pytest.mark.xla)],
+)
+def test_a_job_changes_what_the_list_says_and_all_of_it_is_restored(accelerator, ranks, tmp_path):
+    job = job_of(accelerator, ranks)
+    for found in run_ranks(watch_job, ranks, accelerator, tmp_path, **job):
         assert found['during'] == found['after'] == found['again'] == found['recorded']
         # PyTorch 1.10 has it elsewhere.
         listed = {each.replace('torch.autocast', 'torch.amp.autocast') for each in found['listed']}
         assert listed == expected_of(accelerator, ranks)
         assert found['left'] == found['active'] == set()
-
-
-@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 1), ('zeta', 1), ('zeta', 2)])
-def test_a_job_changes_what_the_list_says_and_all_of_it_is_restored(accelerator, ranks, tmp_path):
-    check_job(accelerator, ranks, tmp_path)
-
-
-@pytest.mark.xla
-def test_a_job_on_torch_xla_changes_what_the_list_says(tmp_path):
-    check_job('xla', 1, tmp_path)
 
 
 def test_autocast_is_restored_and_patched_anew():
