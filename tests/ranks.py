@@ -1,6 +1,7 @@
 """Running a function in several processes of one job, each with its launch variables."""
 
 import fcntl
+import functools
 import multiprocessing
 import os
 import random
@@ -300,3 +301,28 @@ def errors_of_ranks(function, world_size, *args, **options):
     except RanksFailed as failed:
         return {rank: (kind, message) for rank, (kind, message, _) in failed.errors.items()}
     raise AssertionError(f'no rank raised; they returned {returned}')
+
+
+def in_ranks(world_size=0, **options):
+    """Run a test, which returns nothing, in every rank of a job; see :func:`run_ranks`.
+
+    A test with the parameter ``accelerator`` runs in a job on it, see
+    :func:`tests.columns.job_of`.
+    """
+
+    def decorate(test):
+        @functools.wraps(test)
+        def run(**kwargs):
+            from tests.columns import job_of  # here, as above
+
+            job = job_of(kwargs['accelerator'], world_size) if 'accelerator' in kwargs else {}
+            where = test.__module__, test.__name__
+            run_ranks(_call_test, world_size, *where, kwargs, **dict(job, **options))
+
+        return run
+
+    return decorate
+
+
+def _call_test(module, name, kwargs):
+    getattr(import_module(module), name).__wrapped__(**kwargs)

@@ -21,7 +21,7 @@ from mmdevplug.device_guard.rules import lazy_types
 from mmdevplug.errors import DeviceMismatchError, DevPlugError
 from tests.commands import python
 from tests.jobs import install_card, needs_modes
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 ONE, TWO, THREE = 'zeta:0', 'zeta:1', 'zeta:2'
 #: What a card says by itself of operands of two devices.
@@ -128,7 +128,8 @@ def test_old_torch_is_refused_on_entering():
 # whereabouts ------------------------------------------------------------------------------------
 
 
-def whereabouts():
+@in_ranks()
+def test_module_and_line_are_named():
     install_card('zeta')
     model, x = spread_segmentor(), torch.randn(2, 4, device=ONE)
     labels = torch.tensor([0, 2], device=ONE)
@@ -154,12 +155,7 @@ def whereabouts():
     assert (told.module, told.backward) == ('', '')
     assert told.where().endswith('<lambda>()')
     assert [each.variable for each in told.operands] == ['x', '']
-    return told.source.line
-
-
-def test_module_and_line_are_named():
-    (line,) = run_ranks(whereabouts, 0)
-    assert 'x + x.to(TWO)' in Path(__file__).read_text().splitlines()[line - 1]
+    assert 'x + x.to(TWO)' in Path(__file__).read_text().splitlines()[told.source.line - 1]
 
 
 class Straying(nn.Module):
@@ -174,7 +170,8 @@ class Straying(nn.Module):
         return torch.matmul(x, x if self.calls == 1 else x.detach().to(TWO))
 
 
-def in_backward():
+@in_ranks()
+def test_backward_is_guarded():
     install_card('zeta')
     x = torch.randn(4, 4, device=ONE, requires_grad=True)
     # Segments that are run again, whichever thread of autograd does it.
@@ -196,14 +193,11 @@ def in_backward():
     assert gradient.device == torch.device(ONE)
 
 
-def test_backward_is_guarded():
-    run_ranks(in_backward, 0)
-
-
 # coming and going -------------------------------------------------------------------------------
 
 
-def nesting():
+@in_ranks()
+def test_guards_nest_and_leave_nothing_behind():
     install_card('zeta')
     x, y = torch.ones(2, 2, device=ONE), torch.ones(2, 2, device=TWO)
     assert modes() == 0
@@ -236,11 +230,8 @@ def nesting():
         torch.matmul(x, y)
 
 
-def test_guards_nest_and_leave_nothing_behind():
-    run_ranks(nesting, 0)
-
-
-def other_threads():
+@in_ranks()
+def test_other_threads_and_workers_are_left_alone():
     install_card('zeta')
     x, y = torch.ones(2, 2, device=ONE), torch.ones(2, 2, device=TWO)
     told = []
@@ -264,10 +255,6 @@ def other_threads():
         )
     assert told == [0, 0]  # each thread enters by itself
     assert torch.equal(torch.cat(batches), torch.arange(8.0))
-
-
-def test_other_threads_and_workers_are_left_alone():
-    run_ranks(other_threads, 0)
 
 
 @needs_modes
@@ -299,7 +286,8 @@ def test_which_devices_are_lazy():
 # policies ---------------------------------------------------------------------------------------
 
 
-def warning():
+@in_ranks()
+def test_warnings_come_once_for_each_place():
     install_card('zeta')
     records = []
     handler = logging.Handler()
@@ -316,13 +304,9 @@ def warning():
             _ = x + y
     assert [record.levelname for record in records] == ['WARNING'] * 3
     assert 'y (other): zeta:1, float32, 2x2' in records[0].getMessage()
-    assert 'in: warning()' in records[0].getMessage()
+    assert 'in: test_warnings_come_once_for_each_place()' in records[0].getMessage()
     assert 'y (tensors[1]): zeta:1' in records[1].getMessage()
     assert [count.times for count in guard.sites.values()] == [3, 1, 1]
     assert guard.moved == (0, 0, {})
     assert '5 operation(s) at 3 place(s)' in guard.report()
     assert ': _ = torch.matmul(x, y)' in guard.report()
-
-
-def test_warnings_come_once_for_each_place():
-    run_ranks(warning, 0)
