@@ -11,8 +11,8 @@ from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import dispatch, plan
 from mmdevplug.model_parallel.dispatch import _check_ranks
-from tests.jobs import install_card, need_card, needs_modes
-from tests.ranks import run_ranks
+from tests.jobs import install_card, needs_modes
+from tests.ranks import in_ranks, run_ranks
 
 pytest.importorskip('accelerate', reason='needs HF accelerate')
 
@@ -61,14 +61,14 @@ def train(devices, before):
 
 @pytest.mark.parametrize('before', [True, False])
 def test_an_optimizer_trains_whether_made_before_or_after(before):
-    need_card()
     expected = train(None, before)
     assert len(set(expected)) == 4
     (found,) = run_ranks(train, 0, 'zeta:0-1', before)
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def hold_replaced_parameters():
+@in_ranks()
+def test_an_optimizer_and_hooks_follow_where_parameters_are_replaced():
     install_card('zeta')
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -80,12 +80,7 @@ def hold_replaced_parameters():
     held = [id(p) for p in optimizer.param_groups[0]['params']]
     assert held == [id(p) for p in model.parameters()]
     assert model.first.weight.grad.abs().sum() == 0 != model.own.grad.abs().sum()
-    return model.first.weight is model.third.weight
-
-
-def test_an_optimizer_and_hooks_follow_where_parameters_are_replaced():
-    need_card()
-    assert run_ranks(hold_replaced_parameters, 0) == [True]
+    assert model.first.weight is model.third.weight
 
 
 @pytest.mark.parametrize('devices', ['npu:0-1', 'mtia:0-1'])
@@ -98,16 +93,12 @@ def test_devices_that_are_not_there(devices):
     assert {p.device.type for p in model.parameters()} == {'cpu'}
 
 
-def one_card_too_many():
+@in_ranks()
+def test_one_card_too_many():
     install_card('zeta')
     model = Tied()
     with pytest.raises(PlacementError, match=r'device zeta:4 .*not there.*zeta \(4\)'):
         dispatch(model, plan(model, 'zeta:3-4', training=True, strategy='balanced'))
-
-
-def test_one_card_too_many():
-    need_card()
-    assert run_ranks(one_card_too_many, 0) == [None]
 
 
 def test_dispatch_takes_a_plan():
@@ -124,7 +115,8 @@ class Holder(nn.Module):
         self.model = model
 
 
-def move():
+@in_ranks()
+def test_a_move_after_dispatch_is_refused():
     install_card('zeta')
     model = Tied()
     dispatch(model, plan(model, 'zeta:0-1', training=True, strategy='balanced'))
@@ -152,11 +144,6 @@ def move():
     model.second.to('cpu')
     with pytest.raises(PlacementError, match=r'second.weight of Tied is on cpu, planned was zeta'):
         DeviceGuard('move', model=Holder(model)).__enter__()
-
-
-def test_a_move_after_dispatch_is_refused():
-    need_card()
-    assert run_ranks(move, 0) == [None]
 
 
 class Head(nn.Module):
@@ -205,7 +192,6 @@ def train_tied(devices):
 
 
 def test_a_tensor_tied_to_one_of_a_split_module():
-    need_card()
     on_cpu, on_cards = (run_ranks(train_tied, 0, devices)[0] for devices in (None, 'zeta:0-1'))
     assert on_cards == pytest.approx(on_cpu, abs=1e-6)
 
@@ -273,16 +259,11 @@ class WithHead(nn.Module):
         return self.head.loss(self.body(x), labels)
 
 
-def call_the_method_of_a_head():
+@in_ranks()
+def test_a_head_gets_what_its_own_methods_are_given_on_its_device():
     install_card('zeta')
     model, data = WithHead(), (torch.ones(2, 6), torch.zeros(2, 6))
     expected = model(*data).item()
     dispatch(model, plan(model, 'zeta:0-1', training=True, strategy='balanced'))
     assert len({p.device for p in model.parameters()}) == 2
-    return expected, model(*data).item()
-
-
-def test_a_head_gets_what_its_own_methods_are_given_on_its_device():
-    need_card()
-    ((expected, found),) = run_ranks(call_the_method_of_a_head, 0)
-    assert found == pytest.approx(expected, abs=1e-6)
+    assert model(*data).item() == pytest.approx(expected, abs=1e-6)
