@@ -34,7 +34,7 @@ from mmdevplug.utils.patching import (
 from tests.columns import job_of
 from tests.commands import python
 from tests.jobs import ROOT, install_card, train_digits
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 
 def _load_page():
@@ -226,16 +226,13 @@ def test_autocast_is_restored_and_patched_anew():
         assert autocast.__wrapped__.__code__ is original
 
 
-def device_id_without_a_runner():
+@in_ranks(2)
+def test_log_files_have_mmengines_device_without_a_runner():
     install_card('zeta')
     before = logger._get_device_id()
     patch_mmengine('zeta')
     torch_dist.init_process_group('gloo')
-    return before, logger._get_device_id()
-
-
-def test_log_files_have_mmengines_device_without_a_runner():
-    assert run_ranks(device_id_without_a_runner, 2) == [(0, 0), (1, 1)]
+    assert before == logger._get_device_id() == torch_dist.get_rank()
 
 
 SHARED_GPU = """
