@@ -100,7 +100,7 @@ def _batch(step, rank):
     return torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def on_ranks(accelerator, scenarios):
+def on_ranks(accelerator):
     """Train all scenarios as a rank of a job."""
     device = start(accelerator).device
 
@@ -109,7 +109,7 @@ def on_ranks(accelerator, scenarios):
 
     return {
         each: _train(each, device, wrap, lambda step: _batch(step, rank()), rank())
-        for each in scenarios
+        for each in SCENARIOS
     }
 
 
