@@ -306,8 +306,8 @@ def errors_of_ranks(function, world_size, *args, **options):
 def in_ranks(world_size=0, **options):
     """Run a test, which returns nothing, in every rank of a job; see :func:`run_ranks`.
 
-    A test with the parameter ``accelerator`` runs in a job on it, see
-    :func:`tests.columns.job_of`.
+    A test with the parameter ``accelerator`` or ``device`` runs in a job on it, see
+    :func:`tests.columns.job_of`; one with the parameter ``ranks``, in so many.
     """
 
     def decorate(test):
@@ -315,9 +315,10 @@ def in_ranks(world_size=0, **options):
         def run(**kwargs):
             from tests.columns import job_of  # here, as above
 
-            job = job_of(kwargs['accelerator'], world_size) if 'accelerator' in kwargs else {}
+            ranks = kwargs.get('ranks', world_size)
+            job = job_of(kwargs.get('accelerator', kwargs.get('device')), ranks)
             where = test.__module__, test.__name__
-            run_ranks(_call_test, world_size, *where, kwargs, **dict(job, **options))
+            run_ranks(_call_test, ranks, *where, kwargs, **dict(job, **options))
 
         return run
 

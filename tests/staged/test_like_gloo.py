@@ -7,11 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import run_ranks
 
-from .test_collectives import RELEASE, on_host, start
-
-pytestmark = pytest.mark.skipif(
-    RELEASE < (2, 0), reason='the backend is for PyTorch 2.0 and later'
-)
+from .test_collectives import on_host, pytestmark, start  # noqa: F401
 
 
 def under_changed_defaults(where):

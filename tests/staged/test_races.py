@@ -16,11 +16,8 @@ from mmdevplug.staged.shared_memory import parts_of
 from mmdevplug.staged.shared_sum import SharedSums, memory_size
 from mmdevplug.staged.work import StagedWork
 
-from .test_collectives import RELEASE
+from .test_collectives import pytestmark  # noqa: F401
 
-pytestmark = pytest.mark.skipif(
-    RELEASE < (2, 0), reason='the backend is for PyTorch 2.0 and later'
-)
 SHORT = timedelta(milliseconds=20)
 
 

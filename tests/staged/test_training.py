@@ -15,11 +15,8 @@ from tests.commands import python
 from tests.jobs import PATHS, ROOT
 from tests.ranks import run_ranks
 
-from .test_collectives import RELEASE, start
+from .test_collectives import RELEASE, pytestmark, start  # noqa: F401
 
-pytestmark = pytest.mark.skipif(
-    RELEASE < (2, 0), reason='the backend is for PyTorch 2.0 and later'
-)
 EAGER = ['cpu', 'zeta', 'streams']
 XLA = [pytest.param('xla', marks=pytest.mark.xla)]
 
