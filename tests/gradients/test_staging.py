@@ -30,11 +30,12 @@ from tests.gradients.averaging import (
     wrap,
 )
 from tests.jobs import ROOT, checkpoint, largest_difference, need_card, start, weights_of
-from tests.ranks import errors_of_ranks, launch_variables, run_ranks
+from tests.ranks import errors_of_ranks, in_ranks, launch_variables, run_ranks
 
 
-def under_way_in_backward(accelerator):
-    context = start(accelerator)
+@in_ranks(2)
+def test_buckets_start_during_backward_on_an_eager_device():
+    context = start('zeta')
     wrapper = wrap(deep(layers=40), bucket_cap_mb=0.1)
     inputs = batch(0, context.device, 128).requires_grad_(True)
     seen, averaging, average = [], [], BucketAveraging.hook
@@ -51,14 +52,9 @@ def under_way_in_backward(accelerator):
     wrapper(inputs).sum().backward()  # DDP orders its buckets after the first
     inputs.register_hook(look)
     wrapper(inputs).sum().backward()
-    return seen
-
-
-def test_buckets_start_during_backward_on_an_eager_device():
-    size = 40 * (128 + 1) * 128 * 4
-    for (started,) in run_ranks(under_way_in_backward, 2, 'zeta'):
-        # The first bucket of DDP has 1 MB, the others have 0.1 MB or a layer more.
-        assert started >= (size - (1 << 20)) // (3 * 66_048)
+    (started,), size = seen, 40 * (128 + 1) * 128 * 4
+    # The first bucket of DDP has 1 MB, the others have 0.1 MB or a layer more.
+    assert started >= (size - (1 << 20)) // (3 * 66_048)
 
 
 class TwoSegments(nn.Module):
@@ -106,38 +102,30 @@ def test_a_gradient_that_comes_in_parts_is_averaged_whole(monkeypatch):
         assert max(largest_difference(a, b) for a, b in zip(found, expected)) <= 1e-6
 
 
-def used_now_and_then(accelerator):
-    context = start(accelerator)
-    torch.manual_seed(0)
-    parts = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
 
-    class Choosing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = parts
+    def forward(self, inputs, which):
+        for index in which:
+            inputs = self.parts[index](inputs)
+        return inputs
 
-        def forward(self, inputs, which):
-            for index in which:
-                inputs = self.parts[index](inputs)
-            return inputs
 
+@in_ranks(2)
+def test_parameters_that_no_rank_used_are_left_alone():
+    context = start('zeta')
     wrapper = wrap(Choosing(), bucket_cap_mb=1e-4, find_unused_parameters=True)
-    plan = [[0, 1], [0, 1], [0, 3], [2] if rank() else [0], [0, 1, 2, 3], []]
-    found = []
-    for step, which in enumerate(plan):
+    mine = [[0, 1], [0, 1], [0, 3], [2] if rank() else [0], [0, 1, 2, 3], []]
+    of_all = [{0, 1}, {0, 1}, {0, 3}, {0, 2}, {0, 1, 2, 3}, set()]
+    for step, (which, expected) in enumerate(zip(mine, of_all)):
         wrapper.zero_grad(set_to_none=True)
         output = wrapper(batch(step, context.device).requires_grad_(True), which)
         output.square().mean().backward()
-        found.append({name: g is not None for name, g in gradients(wrapper).items()})
-    return found
-
-
-def test_parameters_that_no_rank_used_are_left_alone():
-    expected = [{0, 1}, {0, 1}, {0, 3}, {0, 2}, {0, 1, 2, 3}, set()]
-    for found in run_ranks(used_now_and_then, 2, 'zeta'):
-        for step, names in zip(found, expected):
-            there = {int(name.split('.')[1]) for name, is_there in step.items() if is_there}
-            assert there == names
+        there = {name for name, gradient in gradients(wrapper).items() if gradient is not None}
+        assert {int(name.split('.')[1]) for name in there} == expected
 
 
 # shared memory -----------------------------------------------------------------------------------
@@ -172,20 +160,23 @@ def flat_train(accelerator):
     return train(accelerator)
 
 
-def train_in_pairs():
+def plain_gradient(number):
+    module = net(WIDTH)
+    module(torch.full((4, WIDTH), float(number))).sum().backward()
+    return module[0].bias.grad.numpy()
+
+
+@in_ranks(4)
+def test_a_group_of_some_ranks_averages_by_itself():
     context = start('zeta')
     pairs = [torch_dist.new_group([0, 2]), torch_dist.new_group([1, 3])]
     wrapper = wrap(net(WIDTH), process_group=pairs[rank() % 2])
     inputs = torch.full((4, WIDTH), float(rank())).to(context.device)
     wrapper(inputs).sum().backward()
     torch_dist.barrier()  # Rank 0 holds the store, and its pair may be done first.
-    return shared_sums(wrapper), gradients(wrapper)['0.bias']
-
-
-def plain_gradient(number):
-    module = net(WIDTH)
-    module(torch.full((4, WIDTH), float(number))).sum().backward()
-    return module[0].bias.grad.numpy()
+    assert shared_sums(wrapper) > 0
+    expected = (plain_gradient(rank() % 2) + plain_gradient(rank() % 2 + 2)) / 2
+    np.testing.assert_allclose(gradients(wrapper)['0.bias'], expected, atol=1e-6)
 
 
 UNLIKE = (
@@ -230,14 +221,6 @@ def test_hosts_with_unlike_numbers_of_ranks(tmp_path):
         weights = dict(np.load(str(tmp_path / f'{number}.npz')))
         assert weights.pop('shared') == 0
         assert largest_difference(weights, expected) <= 1e-6
-
-
-def test_a_group_of_some_ranks_averages_by_itself():
-    for number, (shared, found) in enumerate(run_ranks(train_in_pairs, 4)):
-        assert shared > 0
-        pair = (number % 2, number % 2 + 2)
-        expected = sum(plain_gradient(other) for other in pair) / 2
-        np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def limited_train(accelerator):
