@@ -11,7 +11,7 @@ from mmdevplug.errors import SampleError
 from mmdevplug.samples import DynamicSampler, sampler as module
 from tests.columns import CUDA, NATIVE, device_of, job_of
 from tests.jobs import start
-from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 PER_GROUP, TARGET = 8, 64
 #: For each rank the valid groups of its rounds: 7 of 8 at first, and the last one on rank 0.
@@ -173,7 +173,8 @@ def test_too_few_on_two_ranks():
     assert [len(batches) for batches, _ in found] == [1, 1]
 
 
-def sample_in_pairs():
+@in_ranks(4)
+def test_groups_of_ranks_have_pools_of_their_own():
     rank = start().env.rank
     pairs = [torch_dist.new_group([0, 2]), torch_dist.new_group([1, 3])]
     with pytest.raises(SampleError, match='is not in the process group'):
@@ -183,38 +184,24 @@ def sample_in_pairs():
     sampler = DynamicSampler(
         answers.generate, answers.is_valid, 32, 5, PER_GROUP, group=pairs[rank % 2]
     )
-    return next(sampler)['id'].tolist(), sampler.last.resamples
+    groups = [(rank, 0, 0), (rank, 0, 1)] if rank % 2 else [(rank, 1, 0), (rank, 2, 0)]
+    assert next(sampler)['id'].tolist() == ids(*groups)
+    assert sampler.last.resamples == (0 if rank % 2 else 2)
 
 
-def test_groups_of_ranks_have_pools_of_their_own():
-    assert run_ranks(sample_in_pairs, 4) == [
-        (ids((0, 1, 0), (0, 2, 0)), 2),
-        (ids((1, 0, 0), (1, 0, 1)), 0),
-        (ids((2, 1, 0), (2, 2, 0)), 2),
-        (ids((3, 0, 0), (3, 0, 1)), 0),
-    ]
-
-
-def sample_with_settings_of_each_rank():
-    answers = Answers([2] * (start().env.rank + 2))
-    next(DynamicSampler(answers.generate, answers.is_valid, 32 + 16 * answers.rank, 3, PER_GROUP))
-
-
+@in_ranks(2)
 def test_ranks_must_agree_on_what_they_want():
-    errors = errors_of_ranks(sample_with_settings_of_each_rank, 2, together=True)
-    for kind, message in errors.values():
-        assert kind == 'SampleError'
-        assert 'target=48 on rank 1 of 2, but 32 on rank 0 of 2' in message
+    answers = Answers([2] * (start().env.rank + 2))
+    target = 32 + 16 * answers.rank
+    sampler = DynamicSampler(answers.generate, answers.is_valid, target, 3, PER_GROUP)
+    with pytest.raises(SampleError, match='target=48 on rank 1 of 2, but 32 on rank 0 of 2'):
+        next(sampler)
 
 
-def make_with_a_target_for_fewer_ranks():
-    start()
-    DynamicSampler(list, bool, 40, per_group=8)
-
-
+@in_ranks(2)
 def test_a_target_that_ranks_cannot_share():
-    with pytest.raises(
-        RanksFailed, match='40 samples in groups of per_group=8 cannot be shared evenly by 2 rank'
-    ) as raised:
-        run_ranks(make_with_a_target_for_fewer_ranks, 2, together=True)
+    start()
+    words = '40 samples in groups of per_group=8 cannot be shared evenly by 2 rank'
+    with pytest.raises(SampleError, match=words) as raised:
+        DynamicSampler(list, bool, 40, per_group=8)
     assert 'a multiple of 16, such as 48' in str(raised.value)
