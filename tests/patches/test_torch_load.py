@@ -3,6 +3,7 @@
 import pickle
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import numpy as np
@@ -105,64 +106,48 @@ def test_an_error_of_the_models_own_is_left_alone(files):
 def test_threads_and_contexts_that_overlap(files):
     """The first to begin ends first, and a thread that asked for nothing loads meanwhile."""
     steps = [threading.Event() for _ in range(3)]
-    found, errors = {}, []
 
     def first():
         with safe_loading('first', forced=False):
-            found['first'] = torch.load(files['buffer'])
+            found = torch.load(files['buffer'])
             steps[0].set()
             steps[1].wait(30)
         steps[2].set()
+        return found['log']
 
     def second():
         steps[0].wait(30)
         with safe_loading('second', forced=False):
             steps[1].set()
             steps[2].wait(30)
-            found['second'] = torch.load(files['buffer'])
+            return torch.load(files['buffer'])['log']
 
     def stranger():
         steps[0].wait(30)
-        found['stranger'] = load_file(files['unknown'])
+        return load_file(files['unknown'])['what']
 
-    def run(function):
-        try:
-            function()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(each,)) for each in (first, second, stranger)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors
-    assert isinstance(found['first']['log'], HistoryBuffer)
-    assert isinstance(found['second']['log'], HistoryBuffer)
-    assert isinstance(found['stranger']['what'], Unknown)
+    found = in_threads(first, second, stranger)
+    assert list(map(type, found)) == [HistoryBuffer, HistoryBuffer, Unknown]
     assert torch.load is _ORIGINAL
 
 
+def in_threads(*functions):
+    """What functions return that run at once."""
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return [each.result(60) for each in [pool.submit(function) for function in functions]]
+
+
 def test_many_threads_load_at_once(files):
-    errors = []
+    def load():
+        for _ in range(20):
+            with safe_loading('x', forced=False):
+                assert 'log' in torch.load(files['buffer'])
 
-    def load(unsafe):
-        try:
-            for _ in range(20):
-                if unsafe:
-                    assert 'what' in _ORIGINAL(files['unknown'], 'cpu', pickle)
-                else:
-                    with safe_loading('x', forced=False):
-                        assert 'log' in torch.load(files['buffer'])
-        except Exception as error:
-            errors.append(error)
+    def load_unsafe():
+        for _ in range(20):
+            assert 'what' in _ORIGINAL(files['unknown'], 'cpu', pickle)
 
-    threads = [threading.Thread(target=load, args=(index % 3 == 0,)) for index in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors
+    in_threads(*[load_unsafe, load, load] * 2)
 
 
 def test_classes_that_the_user_allowed_stay_allowed(files):
