@@ -3,24 +3,21 @@
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
 
 from mmdevplug.fault_tolerance import failure, failure_watch
 from mmdevplug.samples import DynamicSampler, gather_samples
-from tests import jobs
+from tests.jobs import start
 from tests.ranks import errors_of_ranks, run_ranks
 
 
-def start(timeout=60):
-    failure_watch.REPORT_SECONDS = 2.0
-    return jobs.start(timeout=timeout).env.rank
-
-
-def sample(rank, accident, where='generate', rounds=2, **options):
+def sample(accident, where='generate', rounds=2, timeout=60, **options):
     """Sample; in the second round something happens to rank 1."""
-    calls = []
+    failure_watch.REPORT_SECONDS = 2.0
+    rank, calls = start(timeout=timeout).env.rank, []
 
     def generate():
         calls.append(None)
@@ -44,13 +41,21 @@ def fail():
     raise ValueError('the reward is NaN')
 
 
-def sample_and_fail(where):
-    sample(start(), fail, where)
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang():
+    time.sleep(3600)
+
+
+def go_on():
+    pass
 
 
 @pytest.mark.parametrize('where', ['generate', 'is_valid'])
 def test_an_error_of_one_rank_ends_all_with_its_name(where):
-    errors = errors_of(sample_and_fail, 2, where)
+    errors = errors_of(sample, 2, fail, where)
     assert errors[1] == ('ValueError', 'the reward is NaN')
     kind, message = errors[0]
     assert kind == 'RankFailedError'
@@ -59,10 +64,10 @@ def test_an_error_of_one_rank_ends_all_with_its_name(where):
 
 
 def sample_and_fail_to_collate():
-    rank = start()
     # The other rank waits in a collective and is ended by its watch.
     failure_watch.STOP_SECONDS = 1.0
-    sample(rank, lambda: None, collate=lambda samples: samples[0 if rank else 9])
+    rank = int(os.environ['RANK'])
+    sample(go_on, collate=lambda samples: samples[0 if rank else 9])
     gather_samples([rank])
 
 
@@ -72,12 +77,8 @@ def test_a_batch_that_one_rank_cannot_make_ends_all():
     assert errors[1][0] in ('Died', 'RankFailedError')
 
 
-def sample_and_die():
-    sample(start(), lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
 def test_a_rank_that_is_killed_is_named():
-    errors = errors_of(sample_and_die, 4)
+    errors = errors_of(sample, 4, die)
     assert errors.pop(1)[0] == 'Died'
     assert sorted(errors) == [0, 2, 3]
     for kind, message in errors.values():
@@ -87,17 +88,15 @@ def test_a_rank_that_is_killed_is_named():
 
 def sample_slowly():
     """Rank 1 does not go on before the others have asked for it."""
-    rank = start()
-    store, _ = failure.current_job()
     told = []
 
     def tell(text, *_):
         told.append(text)
         if "in 'generating, resample 1'" in text:
-            store.set('told', '1')
+            failure.current_job()[0].set('told', '1')
 
     failure_watch.say = tell
-    return sample(rank, lambda: store.wait(['told'])).tolist(), told
+    return sample(lambda: failure.current_job()[0].wait(['told'])).tolist(), told
 
 
 def test_a_slow_rank_is_named_and_waited_for():
@@ -110,10 +109,9 @@ def test_a_slow_rank_is_named_and_waited_for():
 
 
 def sample_and_stay_away():
-    rank = start(timeout=3)
     # It cannot be ended by an exception while it hangs, so its watch ends it.
     failure_watch.STOP_SECONDS = 1.0
-    sample(rank, lambda: time.sleep(3600))
+    sample(hang, timeout=3)
 
 
 def test_a_rank_that_hangs_is_given_up():
@@ -126,12 +124,8 @@ def test_a_rank_that_hangs_is_given_up():
     assert "missing after 3 s at 'sampling, resample 1'" in message
 
 
-def sample_too_little():
-    sample(start(), lambda: None, rounds=9, max_resamples=2)
-
-
 def test_too_few_ends_all_ranks_with_the_same_message():
-    errors = errors_of(sample_too_little, 2)
+    errors = errors_of(partial(sample, rounds=9, max_resamples=2), 2, go_on)
     messages = {message for _, message in errors.values()}
     assert {kind for kind, _ in errors.values()} == {'SampleError'}
     assert len(errors) == 2
