@@ -16,10 +16,19 @@ _MNT_DETACH = 2
 
 
 def run_on_hosts(function, ranks_per_host, hosts, *args, timeout=240):
-    """Call ``function(*args)`` in every rank of a job, and give what each rank returned."""
-    places = [(host, rank) for host in range(hosts.count) for rank in range(ranks_per_host)]
+    """Call ``function(*args)`` in every rank of a job, and give what each rank returned.
+
+    ``ranks_per_host`` may be a list, with the number of each host.
+    """
+    given = isinstance(ranks_per_host, list)
+    counts = ranks_per_host if given else [ranks_per_host] * hosts.count
+    places = [(host, rank) for host, count in enumerate(counts) for rank in range(count)]
     variables = {
-        number: launch_variables(host, rank, ranks_per_host, hosts, PORT)
+        number: dict(
+            launch_variables(host, rank, counts[host], hosts, PORT),
+            RANK=str(number),
+            WORLD_SIZE=str(len(places)),
+        )
         for number, (host, rank) in enumerate(places)
     }
     return run_ranks(

@@ -3,8 +3,6 @@
 import os
 import resource
 import signal
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 import torch
 from torch import distributed as torch_dist, nn
 
-from benchmarks.hosts import INTERFACE, Hosts, available
+from benchmarks.hosts import Hosts, available
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.gradients.ddp_hook import BucketAveraging
 from mmdevplug.staged import reductions
@@ -29,8 +27,9 @@ from tests.gradients.averaging import (
     shared_sums,
     wrap,
 )
-from tests.jobs import ROOT, checkpoint, largest_difference, need_card, start, weights_of
-from tests.ranks import errors_of_ranks, in_ranks, launch_variables, run_ranks
+from tests.jobs import checkpoint, largest_difference, start, weights_of
+from tests.on_hosts import run_on_hosts
+from tests.ranks import errors_of_ranks, in_ranks, run_ranks
 
 
 @in_ranks(2)
@@ -179,47 +178,17 @@ def test_a_group_of_some_ranks_averages_by_itself():
     np.testing.assert_allclose(gradients(wrapper)['0.bias'], expected, atol=1e-6)
 
 
-UNLIKE = (
-    'import sys, torch; from tests.gradients import test_staging as t; t.save_trained(sys.argv[1])'
-)
-
-
-def save_trained(path):
-    shared, weights = train('zeta')
-    np.savez(path, shared=shared, **weights)
-
-
 @pytest.mark.long
-def test_hosts_with_unlike_numbers_of_ranks(tmp_path):
+def test_hosts_with_unlike_numbers_of_ranks():
     """Two ranks on one host and one on another, as when a host has lost a card."""
-    need_card()
-    found = available()
-    if not found.possible:
-        pytest.skip(found.reason)
-    paths = [str(ROOT), str(ROOT / 'standins' / 'fakecard')]
-    jobs = []
+    possible, reason = available()
+    if not possible:
+        pytest.skip(reason)
     with Hosts(2) as hosts:
-        for number, (host, local_rank, local_size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
-            environ = launch_variables(number, 3, 29500)
-            environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
-            environ.update(MASTER_ADDR=hosts.address, GLOO_SOCKET_IFNAME=INTERFACE)
-            command = [sys.executable, '-c', UNLIKE, str(tmp_path / f'{number}.npz')]
-            jobs.append(
-                subprocess.Popen(
-                    hosts.command(host, command),
-                    cwd=str(ROOT),
-                    env=dict(os.environ, PYTHONPATH=os.pathsep.join(paths), **environ),
-                )
-            )
-        try:
-            assert [job.wait(timeout=120) for job in jobs] == [0, 0, 0]
-        finally:
-            for job in jobs:
-                job.kill()
+        found = run_on_hosts(train, [2, 1], hosts, 'zeta', timeout=120)
     ((_, expected), _, _) = run_ranks(flat_train, 3, 'zeta')
-    for number in range(3):
-        weights = dict(np.load(str(tmp_path / f'{number}.npz')))
-        assert weights.pop('shared') == 0
+    for shared, weights in found:
+        assert shared == 0
         assert largest_difference(weights, expected) <= 1e-6
 
 
@@ -264,9 +233,6 @@ def memory_of_a_dead_rank(accelerator):
 def test_nothing_is_left_of_a_killed_rank():
     # Rank 0 went on with the memory of rank 1, and ended well.
     assert list(errors_of_ranks(memory_of_a_dead_rank, 2, 'cpu')) == [1]
-
-
-# memory ------------------------------------------------------------------------------------------
 
 
 def test_shared_memory_is_allocated_once():
