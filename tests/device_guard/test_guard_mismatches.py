@@ -22,21 +22,13 @@ from tests.ranks import run_ranks
 
 
 class Case(NamedTuple):
-    """An operation: its name, which operands go to the second device, and how they are called.
+    """An operation: its name, which operands go to the second device, and how they are called."""
 
-    Attributes:
-        operation (str): The name to be reported.
-        apply (Callable): Computes a result from operands that it asks for by name.
-        elsewhere (str): The operands on the second device.
-        roles (str): ``operand=role`` for those that the report shall name.
-        host_index (bool): Whether PyTorch takes what is elsewhere from the CPU.
-    """
-
-    operation: str
-    apply: Callable
-    elsewhere: str
-    roles: str
-    host_index: bool = False
+    operation: str  #: The name to be reported.
+    apply: Callable  #: Computes a result from operands that it asks for by name.
+    elsewhere: str  #: The operands on the second device.
+    roles: str  #: ``operand=role`` for those that the report shall name.
+    host_index: bool = False  #: Whether PyTorch takes what is elsewhere from the CPU.
 
 
 class Product(torch.autograd.Function):
