@@ -61,16 +61,11 @@ def test_every_argument_arrives(files):
     assert others[2][0][:2] == (files['plain'], 'meta')
 
 
-def test_bytes_of_python_2_are_decoded_as_asked(tmp_path):
-    # A string of Python 2 with a byte that is no UTF-8: readable with the encoding alone.
-    path = tmp_path / 'python2.pth'
-    _write_python_2(path)
-    with safe_loading('x', forced=False):
-        assert torch.load(str(path), encoding='latin1')['name'] == 'caf\xe9'
-
-
 def _write_python_2(path):
-    """A checkpoint in PyTorch's old format, with a string as Python 2 pickled it."""
+    """A checkpoint in PyTorch's old format, with a string as Python 2 pickled it.
+
+    It has a byte that is no UTF-8, and is readable with the encoding alone.
+    """
     pickled = b'\x80\x02}q\x00X\x04\x00\x00\x00nameq\x01U\x04caf\xe9q\x02s.'
     magic, version = 0x1950A86A20F9469CFC6C, 1001
     with open(path, 'wb') as file:
