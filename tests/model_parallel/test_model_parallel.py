@@ -88,16 +88,6 @@ def test_every_way_to_plan_trains(tmp_path, strategy):
     compare('llama', tmp_path, (3,), parallel=dict(strategy=strategy))
 
 
-def test_the_host_may_take_part(tmp_path):
-    limits = {'zeta:0': '4KB', 'zeta:1': '4KB'}
-    parallel = dict(exclude_cpu=False, max_memory=limits)
-    ((one, two),) = run_ranks(
-        in_one_process, 0, 'classifier', str(tmp_path), (1, 2), dict(parallel=parallel)
-    )
-    assert 'cpu' in two['devices']
-    assert largest_difference(one['weights'], two['weights']) <= 1e-6
-
-
 def train_beside_the_host(accelerator, work_dir):
     """On one card, and on a card and the host."""
     limits = {f'{accelerator}:0': '4KB'}
@@ -261,8 +251,6 @@ def test_all_ranks_refuse_together(tmp_path):
         assert kind == 'PlacementError'
         assert '3 process(es) on this host with 2 device(s) each need 6' in message
 
-
-# the command line and the doctor -----------------------------------------------------------------
 
 DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
 
