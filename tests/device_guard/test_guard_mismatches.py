@@ -301,11 +301,7 @@ def run_case(case: Case, home: str, other: str) -> Dict[str, Any]:
 
 
 def stock_outcome(case: Case, home: str, other: str, first: Callable[[], Any]) -> str:
-    """What PyTorch does by itself, in a process of its own.
-
-    Returns:
-        str: ``'silent'`` if it computes what the CPU does, ``'raises'``, or the name of a signal.
-    """
+    """What PyTorch does by itself, in a process of its own; ``'silent'`` if as on the CPU."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

@@ -29,9 +29,10 @@ def wrap(module, **options):
     return DeviceDistributedDataParallel(module, broadcast_buffers=False, **options)
 
 
-def batch(step, device, width=8):
-    """A batch of this rank."""
-    generator = torch.Generator().manual_seed(100 * step + rank())
+def batch(step, device, width=8, number=None):
+    """A batch of this rank, or of another."""
+    number = rank() if number is None else number
+    generator = torch.Generator().manual_seed(100 * step + number)
     return torch.randn(6, width, generator=generator).to(device)
 
 

@@ -46,12 +46,13 @@ def _train(wrapper, device, rank, steps=3, forward=None):
 
 
 def initial_weights(wrap, device, rank):
-    wrapper = wrap(_net(rank, nn.BatchNorm1d(4)))
+    wrapper = wrap(_normalized(rank))
     return {name: value.detach().cpu() for name, value in wrapper.module.state_dict().items()}
 
 
-def plain(wrap, device, rank):
-    return _train(wrap(_net(rank)), device, rank)
+def _trained(make, **options):
+    """A scenario that trains what ``make`` gives for a rank, by plain calls of the wrapper."""
+    return lambda wrap, device, rank: _train(wrap(make(rank), **options), device, rank)
 
 
 def accumulation(wrap, device, rank):
@@ -132,10 +133,14 @@ def unused_on_all_ranks(wrap, device, rank):
     return dict(found, untouched=torch.tensor(float(untouched)))
 
 
-def frozen(wrap, device, rank):
+def _frozen(rank):
     net = _net(rank)
     net[0].requires_grad_(False)
-    return _train(wrap(net), device, rank)
+    return net
+
+
+def _normalized(rank):
+    return _net(rank, nn.BatchNorm1d(4))
 
 
 class _Tied(nn.Module):
@@ -171,20 +176,6 @@ class _Mixed(nn.Module):
         return self.bf16(hidden.bfloat16()).float()
 
 
-def mixed_dtypes(wrap, device, rank):
-    return _train(wrap(_Mixed(rank)), device, rank)
-
-
-def buffers(wrap, device, rank):
-    wrapper = wrap(_net(rank, nn.BatchNorm1d(4)), broadcast_buffers=True)
-    return _train(wrapper, device, rank)
-
-
-def own_buffers(wrap, device, rank):
-    wrapper = wrap(_net(rank, nn.BatchNorm1d(4)), broadcast_buffers=False)
-    return _train(wrapper, device, rank)
-
-
 class _Checkpointed(nn.Module):
     def __init__(self, rank, reentrant):
         super().__init__()
@@ -196,14 +187,6 @@ class _Checkpointed(nn.Module):
         inputs.requires_grad_(True)
         options = dict(use_reentrant=self.reentrant)
         return self.tail(checkpoint(self.net, inputs, **options))
-
-
-def checkpointed(wrap, device, rank):
-    return _train(wrap(_Checkpointed(rank, reentrant=False)), device, rank)
-
-
-def checkpointed_reentrant(wrap, device, rank):
-    return _train(wrap(_Checkpointed(rank, reentrant=True)), device, rank)
 
 
 class _Nested(nn.Module):
@@ -223,27 +206,24 @@ def nested_outputs(wrap, device, rank):
     return _train(wrap(_Nested(rank)), device, rank, forward=forward)
 
 
-SCENARIOS = {
-    function.__name__: function
-    for function in (
-        initial_weights,
-        plain,
-        accumulation,
-        forwards_with_and_without_sync,
-        several_backwards,
-        several_forwards,
-        unused_on_some_ranks,
-        unused_on_all_ranks,
-        frozen,
-        shared,
-        mixed_dtypes,
-        buffers,
-        own_buffers,
-        checkpointed,
-        checkpointed_reentrant,
-        nested_outputs,
-    )
-}
+SCENARIOS = dict(
+    initial_weights=initial_weights,
+    plain=_trained(_net),
+    accumulation=accumulation,
+    forwards_with_and_without_sync=forwards_with_and_without_sync,
+    several_backwards=several_backwards,
+    several_forwards=several_forwards,
+    unused_on_some_ranks=unused_on_some_ranks,
+    unused_on_all_ranks=unused_on_all_ranks,
+    frozen=_trained(_frozen),
+    shared=shared,
+    mixed_dtypes=_trained(_Mixed),
+    buffers=_trained(_normalized, broadcast_buffers=True),
+    own_buffers=_trained(_normalized, broadcast_buffers=False),
+    checkpointed=_trained(functools.partial(_Checkpointed, reentrant=False)),
+    checkpointed_reentrant=_trained(functools.partial(_Checkpointed, reentrant=True)),
+    nested_outputs=nested_outputs,
+)
 
 
 def compare_all(accelerator):

@@ -120,11 +120,7 @@ def sample_of(rank, number, device):
 
 
 def exchange_on(accelerator, per_rank):
-    """Exchange samples that lie on this rank's device.
-
-    Returns:
-        dict: The devices of what arrived, and whether all of it is what it should be.
-    """
+    """Exchange samples that lie on this rank's device, and tell where and whether all arrived."""
     context = start(accelerator)
     rank, size = context.env.rank, context.env.world_size
     held = [[sample_of(r, n, 'cpu') for n in range(per_rank[r])] for r in range(size)]

@@ -49,11 +49,7 @@ FITTING = [
 
 
 def refusals(name):
-    """Every kind of bad input in turn, in the same processes.
-
-    Returns:
-        dict: For each case the type and the text of the error.
-    """
+    """Exchange every kind of bad input in turn; return type and text of each error."""
     context = start()
     rank = context.env.rank
     pair = torch_dist.new_group([0, 1])

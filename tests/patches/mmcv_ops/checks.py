@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import contextmanager
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -67,8 +68,10 @@ def served_when_imported_later_and_as_before_when_removed(accelerator):
 WITH_LAYERS = ('saconv', 'multi_scale_deformable_attention')
 
 
-def half_precision_on_the_cpu(dtype):
-    for name in [name for name in CASES if name not in WITH_LAYERS]:
+@check
+def half_precision_on_the_cpu_is_computed_as_for_a_card(accelerator):
+    without_layers = [name for name in CASES if name not in WITH_LAYERS]
+    for name, dtype in product(without_layers, (torch.bfloat16, torch.float16)):
         with mmcv_ops_patched():
             expected = run_case(name, 'zeta:1', dtype)
         with mmcv_ops_patched() as patched:
@@ -76,17 +79,7 @@ def half_precision_on_the_cpu(dtype):
             assert patched.calls == {}
         for of_card, of_cpu in zip(expected, found):
             assert [one.dtype for one in of_cpu] == [one.dtype for one in of_card], name
-            assert all(map(torch.equal, of_cpu, of_card)), name
-
-
-@check
-def bfloat16_on_the_cpu_is_computed_as_for_a_card(accelerator):
-    half_precision_on_the_cpu(torch.bfloat16)
-
-
-@check
-def float16_on_the_cpu_is_computed_as_for_a_card(accelerator):
-    half_precision_on_the_cpu(torch.float16)
+            assert all(map(torch.equal, of_cpu, of_card)), (name, dtype)
 
 
 @check

@@ -33,12 +33,10 @@ def prepare(accelerator):
 
 
 def compare_cases(accelerator, names):
-    """Run cases on the CPU and on a device.
+    """Run cases on the CPU and on a device, and tell in what they differ.
 
-    Returns:
-        dict: For each case ``same`` (bits), ``difference`` (the largest, relative to the largest
-        figure), ``sizes`` (number of results and of gradients), ``uses`` (by operator, on the
-        host).
+    ``difference`` is the largest, relative to the largest figure; ``sizes`` are the numbers of
+    results and of gradients, ``uses`` the calls on the host by operator.
     """
     chosen = prepare(accelerator)
     found = {}
@@ -90,11 +88,7 @@ def count_executions(accelerator):
 
 
 def try_without_a_case(accelerator, covered):
-    """Call the operators that no case has called, and return what each says.
-
-    Returns:
-        dict: By operator: the type of the error and its message.
-    """
+    """Call the operators that no case has called; return error and message by operator."""
     import mmcv._ext as extension
 
     chosen = prepare(accelerator)
@@ -127,11 +121,7 @@ def _argument(kind, device):
 
 
 def run_checks(accelerator):
-    """Run all checks of :mod:`tests.patches.mmcv_ops.checks` in this process.
-
-    Returns:
-        dict: By name: None, or the traceback.
-    """
+    """Run all checks in this process; return by name None, or the traceback."""
     chosen = prepare(accelerator)
     found = {}
     for name, check in checks.CHECKS.items():
