@@ -1,6 +1,5 @@
 """What tests of mmcv's operators run in processes of their own."""
 
-import importlib
 import os
 import re
 import sys
@@ -13,7 +12,6 @@ from mmdevplug import init_device
 from mmdevplug.accelerators import DeviceContext, get_accelerator, set_device_context
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import fail_together
-from mmdevplug.patches.mmcv_ops import host_use, restore_mmcv_ops
 from tests.jobs import install_card
 from tests.patches.mmcv_ops import checks
 from tests.patches.mmcv_ops.cases import Tensors, run_case
@@ -148,28 +146,3 @@ def stop_where_one_rank_needs_the_host():
             model(torch.zeros(1, 1, 4, 4, device=context.device), rois)
         else:
             wait_for_everyone('end of training')
-
-
-def train_without_the_extension():
-    """A job on a card where mmcv has no compiled operators, as mmcv-lite."""
-
-    class Hidden:
-        def find_spec(self, name, path=None, target=None):
-            if name == 'mmcv._ext':
-                raise ModuleNotFoundError(f'No module named {name!r}', name=name)
-
-    assert 'mmcv._ext' not in sys.modules
-    sys.meta_path.insert(0, Hidden())
-    install_card('zeta')
-    context = init_device('none', 'zeta')
-    importlib.import_module('mmcv.cnn')
-    layer = importlib.import_module('mmcv.cnn').ConvModule(3, 4, 1).to(context.device)
-    layer(torch.zeros(1, 3, 4, 4, device=context.device)).sum().backward()
-    messages = []
-    for _ in range(2):
-        try:
-            importlib.import_module('mmcv.ops')
-        except ModuleNotFoundError as error:
-            messages.append(str(error))
-        restore_mmcv_ops()
-    return dict(messages=messages, uses=host_use(), gradient=layer.conv.weight.grad is not None)
