@@ -92,9 +92,6 @@ def test_the_line_and_the_tensor_are_named(accelerator):
         run(lambda: model.table['nothing'])
 
 
-# jobs --------------------------------------------------------------------------------------------
-
-
 class Preprocessor(BaseDataPreprocessor):
     def __init__(self, fails=False):
         super().__init__()

@@ -57,25 +57,22 @@ def accumulate(accelerator):
         return [part.module[0].weight.grad.cpu().clone().numpy() for part in wrapper.parts]
 
     with wrapper.no_sync():
-        flags = [part.require_backward_grad_sync for part in wrapper.parts]
+        assert [part.require_backward_grad_sync for part in wrapper.parts] == [False, False]
         own = backward()
-    again = [part.require_backward_grad_sync for part in wrapper.parts]
+    assert [part.require_backward_grad_sync for part in wrapper.parts] == [True, True]
     for parameter in wrapper.parameters():
         parameter.grad = None
-    return dict(flags=flags, again=again, own=own, averaged=backward())
+    return list(zip(own, backward()))
 
 
 @each
 def test_no_sync_covers_all_children(accelerator):
     one, other = run_ranks(accumulate, 2, accelerator, **job_of(accelerator))
-    for found in (one, other):
-        assert found['flags'] == [False, False]
-        assert found['again'] == [True, True]
-    for part in (0, 1):
-        assert abs(one['own'][part] - other['own'][part]).max() > 0
-        mean = (one['own'][part] + other['own'][part]) / 2
-        assert abs(one['averaged'][part] - mean).max() <= 1e-5 * abs(mean).max()
-        assert (one['averaged'][part] == other['averaged'][part]).all()
+    for (own_of_one, averaged), (own_of_other, averaged_of_other) in zip(one, other):
+        assert abs(own_of_one - own_of_other).max() > 0
+        mean = (own_of_one + own_of_other) / 2
+        assert abs(averaged - mean).max() <= 1e-5 * abs(mean).max()
+        assert (averaged == averaged_of_other).all()
 
 
 @in_ranks(2)

@@ -296,9 +296,6 @@ def test_each_rank_by_itself_trains_otherwise(tmp_path, single_process_weights):
         assert largest_difference(result['weights'], single_process_weights) > 1e-3
 
 
-# layers of repositories -------------------------------------------------------------------------
-
-
 class NaiveSyncBatchNorm1d(nn.BatchNorm1d):
     """As mmdet3d has it: it passes tensors of the device to a collective."""
 

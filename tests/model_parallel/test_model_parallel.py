@@ -116,9 +116,6 @@ def test_frozen_weights_are_kept_in_the_precision_that_is_computed_in(tmp_path):
     assert half['losses'] != one['losses']
 
 
-# data parallel over groups of devices ------------------------------------------------------------
-
-
 @pytest.mark.parametrize('kind', ['llama', SEGMENTOR])
 def test_two_ranks_of_two_devices_each_are_one_device_with_all_the_data(tmp_path, kind):
     options = {}
@@ -131,9 +128,6 @@ def test_two_ranks_of_two_devices_each_are_one_device_with_all_the_data(tmp_path
         assert result['devices'] == [f'zeta:{2 * rank}', f'zeta:{2 * rank + 1}']
         assert largest_difference(result['weights'], one['weights']) <= 1e-5
     assert largest_difference(found[0]['weights'], found[1]['weights']) == 0
-
-
-# checkpoints -------------------------------------------------------------------------------------
 
 
 def train_and_resume(work_dir, before, after, options):
