@@ -12,7 +12,7 @@ from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import dispatch, plan
 from mmdevplug.model_parallel.dispatch import _check_ranks
 from tests.jobs import install_card, needs_modes
-from tests.ranks import in_ranks, run_ranks
+from tests.ranks import in_ranks
 
 pytest.importorskip('accelerate', reason='needs HF accelerate')
 
@@ -60,11 +60,11 @@ def train(devices, before):
 
 
 @pytest.mark.parametrize('before', [True, False])
+@in_ranks()
 def test_an_optimizer_trains_whether_made_before_or_after(before):
     expected = train(None, before)
     assert len(set(expected)) == 4
-    (found,) = run_ranks(train, 0, 'zeta:0-1', before)
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert train('zeta:0-1', before) == pytest.approx(expected, abs=1e-5)
 
 
 @in_ranks()
@@ -191,9 +191,9 @@ def train_tied(devices):
     return losses
 
 
+@in_ranks()
 def test_a_tensor_tied_to_one_of_a_split_module():
-    on_cpu, on_cards = (run_ranks(train_tied, 0, devices)[0] for devices in (None, 'zeta:0-1'))
-    assert on_cards == pytest.approx(on_cpu, abs=1e-6)
+    assert train_tied('zeta:0-1') == pytest.approx(train_tied(None), abs=1e-6)
 
 
 @needs_modes
