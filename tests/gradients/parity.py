@@ -50,9 +50,11 @@ def initial_weights(wrap, device, rank):
     return {name: value.detach().cpu() for name, value in wrapper.module.state_dict().items()}
 
 
-def _trained(make, **options):
-    """A scenario that trains what ``make`` gives for a rank, by plain calls of the wrapper."""
-    return lambda wrap, device, rank: _train(wrap(make(rank), **options), device, rank)
+def _trained(make, forward=None, **options):
+    """A scenario that trains what ``make`` gives for a rank."""
+    return lambda wrap, device, rank: _train(
+        wrap(make(rank), **options), device, rank, forward=forward
+    )
 
 
 def accumulation(wrap, device, rank):
@@ -93,13 +95,6 @@ def several_backwards(wrap, device, rank):
     for step in range(3):
         wrapper(_data(rank, step, 3, 6).to(device)).square().mean().backward()
     return _result(wrapper)
-
-
-def several_forwards(wrap, device, rank):
-    def forward(wrapper, inputs, step):
-        return wrapper(inputs) + wrapper(inputs * 2)
-
-    return _train(wrap(_net(rank)), device, rank, forward=forward)
 
 
 class _Branches(nn.Module):
@@ -198,12 +193,9 @@ class _Nested(nn.Module):
         return dict(parts=[self.net(inputs), (self.net(inputs * 2), None)])
 
 
-def nested_outputs(wrap, device, rank):
-    def forward(wrapper, inputs, step):
-        first, (second, _) = wrapper(inputs)['parts']
-        return first + second
-
-    return _train(wrap(_Nested(rank)), device, rank, forward=forward)
+def _add_parts(wrapper, inputs, step):
+    first, (second, _) = wrapper(inputs)['parts']
+    return first + second
 
 
 SCENARIOS = dict(
@@ -212,7 +204,7 @@ SCENARIOS = dict(
     accumulation=accumulation,
     forwards_with_and_without_sync=forwards_with_and_without_sync,
     several_backwards=several_backwards,
-    several_forwards=several_forwards,
+    several_forwards=_trained(_net, lambda net, inputs, _: net(inputs) + net(inputs * 2)),
     unused_on_some_ranks=unused_on_some_ranks,
     unused_on_all_ranks=unused_on_all_ranks,
     frozen=_trained(_frozen),
@@ -222,7 +214,7 @@ SCENARIOS = dict(
     own_buffers=_trained(_normalized, broadcast_buffers=False),
     checkpointed=_trained(functools.partial(_Checkpointed, reentrant=False)),
     checkpointed_reentrant=_trained(functools.partial(_Checkpointed, reentrant=True)),
-    nested_outputs=nested_outputs,
+    nested_outputs=_trained(_Nested, _add_parts),
 )
 
 
