@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -260,20 +261,17 @@ def test_other_threads_and_workers_are_left_alone():
 @needs_modes
 @pytest.mark.parametrize('policy', ['error', 'warn', 'move'])
 def test_one_device_computes_the_same_bits(policy):
-    def train(*guards):
+    def train(guard):
         model = segmentor()
         wrapper = OptimWrapper(torch.optim.AdamW(model.parameters()), clip_grad=dict(max_norm=1))
         torch.manual_seed(1)
         for _ in range(3):
             data = dict(inputs=torch.randn(4, 4), labels=torch.randint(3, (4,)))
-            for guard in guards:
-                guard.__enter__()
-            model.train_step(data, wrapper)
-            for guard in guards:
-                guard.__exit__(None, None, None)
+            with guard:
+                model.train_step(data, wrapper)
         return model.state_dict()
 
-    expected, found = train(), train(DeviceGuard(policy))
+    expected, found = train(nullcontext()), train(DeviceGuard(policy))
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 

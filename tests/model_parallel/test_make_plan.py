@@ -1,7 +1,6 @@
 """Strategies, their figures, and what is refused."""
 
 import json
-import logging
 import re
 from fractions import Fraction
 
@@ -199,18 +198,12 @@ def test_a_device_that_gets_nearly_nothing_is_warned_of_or_refused(strategy):
         plan(model, 'cuda:0-2', strategy, force_balance=True)
 
 
-def test_a_warning_is_logged():
+def test_a_warning_is_logged(monkeypatch):
     records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logger = MMLogger.get_current_instance()
-    logger.addHandler(handler)
-    try:
-        plan(layers(5, 5), 'cuda:0-1')
-        assert not records
-        made = plan(layers(5, 100), 'cuda:0-1')
-    finally:
-        logger.removeHandler(handler)
+    monkeypatch.setattr(MMLogger.get_current_instance(), 'handle', records.append)
+    plan(layers(5, 5), 'cuda:0-1')
+    assert not records
+    made = plan(layers(5, 100), 'cuda:0-1')
     assert [(r.levelname, r.getMessage()) for r in records] == [('WARNING', made.warning)]
     assert made.warning.startswith('The plan of Sequential is uneven: imbalance 0.905 is above')
 
