@@ -1,6 +1,7 @@
 """Ranks that sample together: a job that once failed in four ways, replayed."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -139,17 +140,16 @@ def test_what_differs_in_length_is_a_list_for_each_sample(replayed):
 # data that end, groups of ranks, settings ------------------------------------------------------
 
 
-def sample_until_the_end(valid, options):
+def sample_until_the_end(valid, **options):
     rank = start().env.rank
     answers = Answers(valid[rank])
-    target = options.pop('target')
-    sampler = DynamicSampler(answers.generate, answers.is_valid, target, 3, PER_GROUP, **options)
+    sampler = DynamicSampler(answers.generate, answers.is_valid, 32, 3, PER_GROUP, **options)
     return [(batch['id'].tolist(), sampler.last) for batch in sampler], answers.round
 
 
 def test_a_rank_without_data_gets_its_share_until_all_have_ended():
     valid = [(2, 2, 2, 1), (2,)]
-    first, second = run_ranks(sample_until_the_end, 2, valid, dict(target=32))
+    first, second = run_ranks(sample_until_the_end, 2, valid)
     # Rank 1 has drawn once; it takes part in 4 rounds more with nothing.
     assert (first[1], second[1]) == (4, 1)
     assert [batch for batch, _ in first[0]] == [
@@ -166,8 +166,7 @@ def test_a_rank_without_data_gets_its_share_until_all_have_ended():
 
 def test_too_few_on_two_ranks():
     shares = [[(0, 0, 0)], [(0, 0, 1)]]
-    options = dict(target=32, on_short='fewer')
-    found = run_ranks(sample_until_the_end, 2, [(2,), (1,)], options)
+    found = run_ranks(partial(sample_until_the_end, on_short='fewer'), 2, [(2,), (1,)])
     assert [batches[0][0] for batches, _ in found] == [ids(*groups) for groups in shares]
     assert [batches[0][1].short for batches, _ in found] == ['fewer'] * 2
     assert [len(batches) for batches, _ in found] == [1, 1]

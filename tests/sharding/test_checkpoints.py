@@ -6,6 +6,7 @@ import re
 import signal
 import zlib
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -105,12 +106,9 @@ def overwrite(work_dir):
         save(*args, **kwargs)
         raise RuntimeError('killed')
 
-    checkpoint.save = save_and_die
-    try:
+    with patch.object(checkpoint, 'save', save_and_die):
         with pytest.raises(RuntimeError, match='killed'):
             runner.save_checkpoint(work_dir, 'iter_10.pth')
-    finally:
-        checkpoint.save = save
     path = os.path.join(work_dir, 'iter_10.pth')
     found = []
     for _ in range(2):
