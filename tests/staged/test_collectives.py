@@ -51,8 +51,12 @@ def add_streams():
 
 
 def start(device, timeout=60):
-    """Make the group of all ranks; returns this rank's device, 'streams' for a card with them."""
-    streams, device = device == 'streams', 'zeta' if device == 'streams' else device
+    """Make the group of all ranks; returns this rank's device.
+
+    ``'streams'`` is a card with streams, ``'gloo'`` the CPU with PyTorch's own backend.
+    """
+    backend, streams = 'gloo' if device == 'gloo' else 'staged', device == 'streams'
+    device = dict(streams='zeta', gloo='cpu').get(device, device)
     install_card(device)
     if streams:
         add_streams()
@@ -62,7 +66,7 @@ def start(device, timeout=60):
         from torch._lazy import ts_backend
 
         ts_backend.init()
-    torch_dist.init_process_group('staged', timeout=timedelta(seconds=timeout))
+    torch_dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     index = torch_dist.get_rank() if device in ('zeta', 'xla') else 0
     return torch.device('cpu') if device == 'cpu' else torch.device(device, index)
 
