@@ -80,9 +80,6 @@ def modes():
     return torch._C._len_torch_function_stack()
 
 
-# arguments --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ('options', 'named'),
     [
@@ -279,9 +276,6 @@ def test_which_devices_are_lazy():
     find_registered('lazy')
     assert {'xla', 'lazy'} <= lazy_types()
     assert lazy_types().isdisjoint({'cpu', 'cuda', 'npu', 'privateuseone'})
-
-
-# policies ---------------------------------------------------------------------------------------
 
 
 @in_ranks()

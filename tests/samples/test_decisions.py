@@ -246,9 +246,6 @@ def test_what_is_valid_may_return(found):
     assert next(DynamicSampler(lambda: [1, 2], lambda sample: found, 2)).tolist() == [1, 2]
 
 
-# telling ---------------------------------------------------------------------------------------
-
-
 def test_rounds_are_logged_every_few_pools(log, monkeypatch):
     monkeypatch.setattr(module, 'LOG_INTERVAL', 2)
     sampler = Source(5, 8, repeat=True).sampler()

@@ -137,9 +137,6 @@ def test_what_differs_in_length_is_a_list_for_each_sample(replayed):
         assert rank['completions'] == [[index] * index for index in indices]
 
 
-# data that end, groups of ranks, settings ------------------------------------------------------
-
-
 def sample_until_the_end(valid, **options):
     rank = start().env.rank
     answers = Answers(valid[rank])
