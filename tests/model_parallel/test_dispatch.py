@@ -33,6 +33,18 @@ class Tied(nn.Module):
         return self.third(self.second(self.first(x * own)).tanh()).square().mean()
 
 
+def descend(model, optimizer, inputs):
+    """Losses after each of some steps, of which the first uses the gradients that there are."""
+    losses = []
+    for _ in range(4):
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = model(inputs)
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
 def train(devices, before):
     if devices is not None:
         install_card('zeta')
@@ -49,14 +61,7 @@ def train(devices, before):
     assert model.first.weight is model.third.weight
     assert not model.second.weight.requires_grad
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
-    losses = []
-    for _ in range(4):
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = model(inputs)
-        loss.backward()
-        losses.append(loss.item())
-    return losses
+    return descend(model, optimizer, inputs)
 
 
 @pytest.mark.parametrize('before', [True, False])
@@ -181,14 +186,9 @@ def train_tied(devices):
     assert model.head.last.bias is model.head.bias
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    losses = []
-    for _ in range(3):
-        loss = model(torch.linspace(-1, 1, 24).reshape(4, 6))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    inputs = torch.linspace(-1, 1, 24).reshape(4, 6)
+    model(inputs).backward()
+    return descend(model, optimizer, inputs)
 
 
 @in_ranks()
