@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mmdevplug import DeviceDistributedDataParallel
-from tests.jobs import start, weights_of
+from tests.jobs import start
 
 
 def rank():
@@ -34,10 +34,6 @@ def batch(step, device, width=8, number=None):
     number = rank() if number is None else number
     generator = torch.Generator().manual_seed(100 * step + number)
     return torch.randn(6, width, generator=generator).to(device)
-
-
-def weights(wrapper):
-    return weights_of(wrapper.module)
 
 
 def gradients(wrapper):

@@ -221,9 +221,8 @@ SCENARIOS = dict(
 def compare_all(accelerator):
     """Run every scenario under PyTorch's DDP on the CPU and under ours on an accelerator.
 
-    Returns:
-        dict: For each scenario the largest difference, None where PyTorch's DDP cannot do it,
-        and what the vendor's backend said where that refuses a dtype.
+    By scenario it returns the largest difference, None where PyTorch's DDP cannot do it, or what
+    the vendor's backend said where that refuses a dtype.
     """
     from torch.nn.parallel import DistributedDataParallel
 

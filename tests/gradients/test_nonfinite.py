@@ -13,8 +13,8 @@ from mmdevplug.distributed.nonfinite import names_of_nonfinite, scale_and_check
 from mmdevplug.errors import ModelError
 from mmdevplug.optim import DeviceAmpOptimWrapper
 from tests.columns import CUDA, NATIVE, job_of
-from tests.gradients.averaging import batch, gradients, net, rank, weights, wrap
-from tests.jobs import largest_difference, needs_scaler, start
+from tests.gradients.averaging import batch, gradients, net, rank, wrap
+from tests.jobs import largest_difference, needs_scaler, start, weights_of
 from tests.ranks import RanksFailed, errors_of_ranks, in_ranks, run_ranks
 
 devices = pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
@@ -105,11 +105,11 @@ def test_a_gradient_scaler_skips_by_itself():
         optimizer=optimizer, dtype='float16', loss_scale=dict(init_scale=2.0**15)
     )
     assert isinstance(optim_wrapper, AmpOptimWrapper)
-    before = weights(wrapper)
+    before = weights_of(wrapper.module)
     if rank() == 1:
         wrapper.module.layer.weight.register_hook(lambda gradient: gradient * float('inf'))
     wrapper.train_step(dict(inputs=torch.ones(3, 4)), optim_wrapper)
-    assert largest_difference(before, weights(wrapper)) == 0
+    assert largest_difference(before, weights_of(wrapper.module)) == 0
     assert optim_wrapper.loss_scaler.get_scale() == 2.0**14
 
 
