@@ -74,17 +74,14 @@ def test_loads_follow_the_memory():
     assert loads(made) == [6, 2, 4]
     assert made.imbalance == 0
     assert made.capacities == {'cuda:0': 600, 'cuda:1': 200, 'cuda:2': 400}
+    without_limit = plan(layers(*[1] * 12), 'cuda:0-1', max_memory={'cuda:0': 8})
+    assert loads(without_limit) == [2, 10]
 
 
 def test_devices_with_very_different_memory():
     model = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(4)])
     made = plan(model, 'cuda:0-1', 'balanced', max_memory='cuda:0=10MB,cuda:1=80GB')
     assert made.loads == {'cuda:0': 4_004_000, 'cuda:1': 3 * 4_004_000}
-
-
-def test_a_device_without_a_limit_takes_the_rest():
-    made = plan(layers(*[1] * 12), 'cuda:0-1', max_memory={'cuda:0': 8})
-    assert loads(made) == [2, 10]
 
 
 def test_training_counts():
