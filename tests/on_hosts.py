@@ -7,12 +7,21 @@ Like :func:`benchmarks.hosts.run_ranks`, but ranks are forked from the server of
 import ctypes
 import os
 
-from benchmarks.hosts import PORT, launch_variables
+import pytest
+
+from benchmarks.hosts import PORT, available, launch_variables
 from tests.ranks import run_ranks
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _MNT_DETACH = 2
+
+
+def need_hosts():
+    """Skip where no hosts can be made in network namespaces."""
+    possible, reason = available()
+    if not possible:
+        pytest.skip(f'no hosts in network namespaces: {reason}')
 
 
 def run_on_hosts(function, ranks_per_host, hosts, *args, timeout=240):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed as torch_dist, nn
 
-from benchmarks.hosts import Hosts, available
+from benchmarks.hosts import Hosts
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.gradients.ddp_hook import BucketAveraging
 from mmdevplug.staged import reductions
@@ -28,7 +28,7 @@ from tests.gradients.averaging import (
     wrap,
 )
 from tests.jobs import checkpoint, largest_difference, start, weights_of
-from tests.on_hosts import run_on_hosts
+from tests.on_hosts import need_hosts, run_on_hosts
 from tests.ranks import errors_of_ranks, in_ranks, run_ranks
 
 
@@ -172,9 +172,7 @@ def test_a_group_of_some_ranks_averages_by_itself():
 @pytest.mark.long
 def test_hosts_with_unlike_numbers_of_ranks():
     """Two ranks on one host and one on another, as when a host has lost a card."""
-    possible, reason = available()
-    if not possible:
-        pytest.skip(reason)
+    need_hosts()
     with Hosts(2) as hosts:
         found = run_on_hosts(train, [2, 1], hosts, 'zeta', timeout=120)
     ((_, expected), _, _) = run_ranks(flat_train, 3, 'zeta')
