@@ -98,7 +98,7 @@ def test_training_counts():
 
 
 def test_dynamic_keeps_what_is_even_enough():
-    model = many(50, 200)
+    model = layers(*[50] * 200)
     made, auto = plan(model, 'xla:0-1', 'dynamic'), plan(model, 'xla:0-1', 'auto')
     assert made.strategy == 'dynamic'
     assert made.device_map == auto.device_map
@@ -174,10 +174,6 @@ def test_one_device_holds_all():
 # uneven plans -------------------------------------------------------------------------------
 
 
-def many(width, count):
-    return layers(*[width] * count)
-
-
 @pytest.mark.parametrize('strategy', ['balanced', 'dynamic'])
 def test_a_device_that_gets_nearly_nothing_is_warned_of_or_refused(strategy):
     model = layers(2, 100_000, 2000)
@@ -220,7 +216,7 @@ def test_auto_is_the_map_of_accelerate_or_refused():
 
 
 def test_an_uneven_plan_of_many_devices_names_the_extremes():
-    made = plan(nn.Sequential(many(50, 19), many(5000, 1)), 'cuda:0-19')
+    made = plan(nn.Sequential(layers(*[50] * 19), layers(5000)), 'cuda:0-19')
     assert made.warning.count('of its share)') == 8
     assert 'cuda:19 19.53 KiB (1680.7% of its share), cuda:0 200 bytes' in made.warning
     assert 'Take one device for this model.' in made.warning
