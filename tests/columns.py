@@ -29,6 +29,9 @@ def lazy(*values):
 #: For lists of accelerators in ``pytest.mark.parametrize``: a GPU, with ``make test-cuda``.
 CUDA = pytest.param('cuda', marks=pytest.mark.cuda)
 
+#: The same: torch_xla, with ``make test-xla``.
+XLA = pytest.param('xla', marks=pytest.mark.xla)
+
 
 def gpus():
     """The number of GPUs that this process sees."""

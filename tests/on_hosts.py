@@ -7,7 +7,9 @@ Like :func:`benchmarks.hosts.run_ranks`, but ranks are forked from the server of
 import ctypes
 import os
 
-from benchmarks.hosts import PORT, launch_variables
+import pytest
+
+from benchmarks.hosts import PORT, available, launch_variables
 from tests.ranks import run_ranks
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
@@ -15,11 +17,27 @@ _MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _MNT_DETACH = 2
 
 
+def need_hosts():
+    """Skip where no hosts can be made in network namespaces."""
+    possible, reason = available()
+    if not possible:
+        pytest.skip(f'no hosts in network namespaces: {reason}')
+
+
 def run_on_hosts(function, ranks_per_host, hosts, *args, timeout=240):
-    """Call ``function(*args)`` in every rank of a job, and give what each rank returned."""
-    places = [(host, rank) for host in range(hosts.count) for rank in range(ranks_per_host)]
+    """Call ``function(*args)`` in every rank of a job, and give what each rank returned.
+
+    ``ranks_per_host`` may be a list, with the number of each host.
+    """
+    given = isinstance(ranks_per_host, list)
+    counts = ranks_per_host if given else [ranks_per_host] * hosts.count
+    places = [(host, rank) for host, count in enumerate(counts) for rank in range(count)]
     variables = {
-        number: launch_variables(host, rank, ranks_per_host, hosts, PORT)
+        number: dict(
+            launch_variables(host, rank, counts[host], hosts, PORT),
+            RANK=str(number),
+            WORLD_SIZE=str(len(places)),
+        )
         for number, (host, rank) in enumerate(places)
     }
     return run_ranks(

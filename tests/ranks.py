@@ -1,6 +1,7 @@
 """Running a function in several processes of one job, each with its launch variables."""
 
 import fcntl
+import functools
 import multiprocessing
 import os
 import random
@@ -300,3 +301,29 @@ def errors_of_ranks(function, world_size, *args, **options):
     except RanksFailed as failed:
         return {rank: (kind, message) for rank, (kind, message, _) in failed.errors.items()}
     raise AssertionError(f'no rank raised; they returned {returned}')
+
+
+def in_ranks(world_size=0, **options):
+    """Run a test, which returns nothing, in every rank of a job; see :func:`run_ranks`.
+
+    A test with the parameter ``accelerator`` or ``device`` runs in a job on it, see
+    :func:`tests.columns.job_of`; one with the parameter ``ranks``, in so many.
+    """
+
+    def decorate(test):
+        @functools.wraps(test)
+        def run(**kwargs):
+            from tests.columns import job_of  # here, as above
+
+            ranks = kwargs.get('ranks', world_size)
+            job = job_of(kwargs.get('accelerator', kwargs.get('device')), ranks)
+            where = test.__module__, test.__name__
+            run_ranks(_call_test, ranks, *where, kwargs, **dict(job, **options))
+
+        return run
+
+    return decorate
+
+
+def _call_test(module, name, kwargs):
+    getattr(import_module(module), name).__wrapped__(**kwargs)

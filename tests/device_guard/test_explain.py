@@ -9,12 +9,13 @@ from mmengine.model import BaseDataPreprocessor, BaseModel
 from mmengine.registry import MODELS
 from torch import nn
 
-from tests.columns import CUDA, NATIVE, job_of
+from mmdevplug import init_device
+from mmdevplug.device_guard.explain import explain_mixed_devices
+from mmdevplug.errors import DeviceMismatchError
+from tests.columns import CUDA, NATIVE, XLA
 from tests.data.jobs import build
 from tests.jobs import install_card
-from tests.ranks import run_ranks
-
-PLACES = ('init', 'table', 'closure', 'made', 'numpy', 'variable', 'method', 'module')
+from tests.ranks import in_ranks
 
 
 class Plain(nn.Module):
@@ -62,50 +63,33 @@ NAMED = dict(
 )
 
 
-def explain(accelerator):
-    """What is said in each place, and of errors that are about something else."""
-    from mmdevplug import init_device
-    from mmdevplug.device_guard.explain import explain_mixed_devices
-
+@pytest.mark.parametrize('accelerator', ['zeta', NATIVE, XLA, CUDA])
+@in_ranks()
+def test_the_line_and_the_tensor_are_named(accelerator):
     install_card(accelerator)
     device = init_device('none', accelerator).device
-    model = Plain().to(device)
-    x = torch.ones(4, 2).to(device)
+    model, x, lines = Plain().to(device), torch.ones(4, 2).to(device), {}
 
-    def say(function):
-        try:
-            with explain_mixed_devices(model, [device], 'rank 0, train'):
-                float(function().sum())
-        except Exception as error:
-            return type(error).__name__, str(error)
-        return None, 'no error'
+    def run(function):
+        with explain_mixed_devices(model, [device], 'rank 0, train'):
+            float(function().sum())
 
-    def view_of_indices_on_the_host():
-        return x[torch.tensor([0, 1])].view(3, 5)
-
-    found = {place: say(lambda place=place: model(x, place)) for place in PLACES}
-    others = [say(view_of_indices_on_the_host), say(lambda: model.table['nothing'])]
-    return str(device), found, others
-
-
-@pytest.mark.parametrize(
-    'accelerator', ['zeta', NATIVE, pytest.param('xla', marks=pytest.mark.xla), CUDA]
-)
-def test_the_line_and_the_tensor_are_named(accelerator):
-    ((device, found, others),) = run_ranks(explain, 0, accelerator, **job_of(accelerator))
-    lines = {}
-    for place, (kind, message) in found.items():
-        assert kind == 'DeviceMismatchError', (place, kind, message)
-        assert NAMED[place] in message, message
+    for place, named in NAMED.items():
+        with pytest.raises(DeviceMismatchError) as raised:
+            run(lambda place=place: model(x, place))
+        message = str(raised.value)
+        assert named in message
         assert f'expected on {device}' in message
         assert '\n' not in message
         lines[place] = int(re.search(r'test_explain\.py:(\d+), in (?:layer )?\(\w+\)', message)[1])
-    assert len(set(lines.values())) == len(PLACES)
+    assert len(set(lines.values())) == len(NAMED)
     assert lines['closure'] < lines['init'] < lines['table'] < lines['made'] < lines['numpy']
-    assert [kind for kind, _ in others] == ['RuntimeError', 'KeyError']
-
-
-# jobs --------------------------------------------------------------------------------------------
+    # Errors that are about something else.
+    with pytest.raises(RuntimeError) as raised:
+        run(lambda: x[torch.tensor([0, 1])].view(3, 5))  # indices on the host are right
+    assert raised.type is RuntimeError
+    with pytest.raises(KeyError):
+        run(lambda: model.table['nothing'])
 
 
 class Preprocessor(BaseDataPreprocessor):
@@ -135,22 +119,15 @@ class PlainInAJob(BaseModel):
         return dict(loss=outputs.mean())
 
 
-def run_jobs(folder):
-    install_card('zeta')
-    messages = {}
-    for place in ('loss', 'predict', 'preprocessor'):
-        runner = build(folder / place, 'zeta', dict(type='PlainInAJob', place=place))
-        with pytest.raises(RuntimeError) as caught:
-            runner.train()
-        messages[place] = f'{caught.type.__name__}: {caught.value}'
-    return messages
-
-
+@in_ranks()
 def test_jobs_say_so_in_training_in_validation_and_in_the_preprocessor(tmp_path):
-    (messages,) = run_ranks(run_jobs, 0, tmp_path)
-    for place, message in messages.items():
-        assert message.startswith('DeviceMismatchError: rank 0, train: '), message
+    install_card('zeta')
+    for place in ('loss', 'predict', 'preprocessor'):
+        runner = build(tmp_path / place, 'zeta', dict(type='PlainInAJob', place=place))
+        with pytest.raises(DeviceMismatchError, match='^rank 0, train: ') as raised:
+            runner.train()
         made = 'a tensor that is made in this line on the cpu'
         named = 'self.mean: cpu' if place == 'preprocessor' else made
+        message = str(raised.value)
         assert named in message
         assert ('data_preprocessor (Preprocessor)' in message) == (place == 'preprocessor')

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from mmdevplug.accelerators.detection import find_registered
 from mmdevplug.device_guard import DeviceGuard
+from mmdevplug.device_guard.rules import lazy_types
 from mmdevplug.errors import DeviceMismatchError, DevPlugError
 from tests.commands import python
 from tests.jobs import install_card, needs_modes
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 ONE, TWO, THREE = 'zeta:0', 'zeta:1', 'zeta:2'
 #: What a card says by itself of operands of two devices.
@@ -77,9 +80,6 @@ def modes():
     return torch._C._len_torch_function_stack()
 
 
-# arguments --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ('options', 'named'),
     [
@@ -126,7 +126,8 @@ def test_old_torch_is_refused_on_entering():
 # whereabouts ------------------------------------------------------------------------------------
 
 
-def whereabouts():
+@in_ranks()
+def test_module_and_line_are_named():
     install_card('zeta')
     model, x = spread_segmentor(), torch.randn(2, 4, device=ONE)
     labels = torch.tensor([0, 2], device=ONE)
@@ -152,12 +153,7 @@ def whereabouts():
     assert (told.module, told.backward) == ('', '')
     assert told.where().endswith('<lambda>()')
     assert [each.variable for each in told.operands] == ['x', '']
-    return told.source.line
-
-
-def test_module_and_line_are_named():
-    (line,) = run_ranks(whereabouts, 0)
-    assert 'x + x.to(TWO)' in Path(__file__).read_text().splitlines()[line - 1]
+    assert 'x + x.to(TWO)' in Path(__file__).read_text().splitlines()[told.source.line - 1]
 
 
 class Straying(nn.Module):
@@ -172,7 +168,8 @@ class Straying(nn.Module):
         return torch.matmul(x, x if self.calls == 1 else x.detach().to(TWO))
 
 
-def in_backward():
+@in_ranks()
+def test_backward_is_guarded():
     install_card('zeta')
     x = torch.randn(4, 4, device=ONE, requires_grad=True)
     # Segments that are run again, whichever thread of autograd does it.
@@ -194,14 +191,11 @@ def in_backward():
     assert gradient.device == torch.device(ONE)
 
 
-def test_backward_is_guarded():
-    run_ranks(in_backward, 0)
-
-
 # coming and going -------------------------------------------------------------------------------
 
 
-def nesting():
+@in_ranks()
+def test_guards_nest_and_leave_nothing_behind():
     install_card('zeta')
     x, y = torch.ones(2, 2, device=ONE), torch.ones(2, 2, device=TWO)
     assert modes() == 0
@@ -234,11 +228,8 @@ def nesting():
         torch.matmul(x, y)
 
 
-def test_guards_nest_and_leave_nothing_behind():
-    run_ranks(nesting, 0)
-
-
-def other_threads():
+@in_ranks()
+def test_other_threads_and_workers_are_left_alone():
     install_card('zeta')
     x, y = torch.ones(2, 2, device=ONE), torch.ones(2, 2, device=TWO)
     told = []
@@ -264,43 +255,31 @@ def other_threads():
     assert torch.equal(torch.cat(batches), torch.arange(8.0))
 
 
-def test_other_threads_and_workers_are_left_alone():
-    run_ranks(other_threads, 0)
-
-
 @needs_modes
 @pytest.mark.parametrize('policy', ['error', 'warn', 'move'])
 def test_one_device_computes_the_same_bits(policy):
-    def train(*guards):
+    def train(guard):
         model = segmentor()
         wrapper = OptimWrapper(torch.optim.AdamW(model.parameters()), clip_grad=dict(max_norm=1))
         torch.manual_seed(1)
         for _ in range(3):
             data = dict(inputs=torch.randn(4, 4), labels=torch.randint(3, (4,)))
-            for guard in guards:
-                guard.__enter__()
-            model.train_step(data, wrapper)
-            for guard in guards:
-                guard.__exit__(None, None, None)
+            with guard:
+                model.train_step(data, wrapper)
         return model.state_dict()
 
-    expected, found = train(), train(DeviceGuard(policy))
+    expected, found = train(nullcontext()), train(DeviceGuard(policy))
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_which_devices_are_lazy():
-    from mmdevplug.accelerators.detection import find_registered
-    from mmdevplug.device_guard.rules import lazy_types
-
     find_registered('lazy')
     assert {'xla', 'lazy'} <= lazy_types()
     assert lazy_types().isdisjoint({'cpu', 'cuda', 'npu', 'privateuseone'})
 
 
-# policies ---------------------------------------------------------------------------------------
-
-
-def warning():
+@in_ranks()
+def test_warnings_come_once_for_each_place():
     install_card('zeta')
     records = []
     handler = logging.Handler()
@@ -317,13 +296,9 @@ def warning():
             _ = x + y
     assert [record.levelname for record in records] == ['WARNING'] * 3
     assert 'y (other): zeta:1, float32, 2x2' in records[0].getMessage()
-    assert 'in: warning()' in records[0].getMessage()
+    assert 'in: test_warnings_come_once_for_each_place()' in records[0].getMessage()
     assert 'y (tensors[1]): zeta:1' in records[1].getMessage()
     assert [count.times for count in guard.sites.values()] == [3, 1, 1]
     assert guard.moved == (0, 0, {})
     assert '5 operation(s) at 3 place(s)' in guard.report()
     assert ': _ = torch.matmul(x, y)' in guard.report()
-
-
-def test_warnings_come_once_for_each_place():
-    run_ranks(warning, 0)

@@ -14,7 +14,7 @@ from mmdevplug.errors import DeviceMismatchError
 from tests.columns import LAZY
 from tests.device_guard.test_guard import ONE, STOCK, TWO, refusal
 from tests.jobs import PLAIN, install_card, needs_modes, torch_before, train_digits
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 
 def legal_operations(one, two):
@@ -117,8 +117,9 @@ def test_what_pytorch_takes_is_left_alone():
     assert unknown == [] or (unknown == ['addcmul'] and torch_before('2.9.0'))
 
 
-def refused_numbers():
-    """Numbers on the CPU that PyTorch refuses, on cards at least."""
+@in_ranks()
+def test_numbers_that_pytorch_refuses():
+    """On the CPU, and PyTorch refuses them on cards at least."""
     install_card('zeta')
     x, number = torch.ones(2, 2, device=ONE), torch.tensor(2.0)
     total = torch.zeros(())
@@ -158,10 +159,6 @@ def refused_numbers():
 def test_only_a_number_as_index_makes_an_assignment_a_copy(index, copies):
     args = (torch.ones(2, 2), index, torch.ones(2))
     assert takes_several(Call(torch.Tensor.__setitem__, '__setitem__', args, {}, [])) == copies
-
-
-def test_numbers_that_pytorch_refuses():
-    run_ranks(refused_numbers, 0)
 
 
 def guarded_digits(accelerator, work_dir):

@@ -15,26 +15,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mmdevplug.device_guard import DeviceGuard
+from mmdevplug.errors import DeviceMismatchError
 from tests.jobs import install_card, need_card
 from tests.ranks import run_ranks
 
 
 class Case(NamedTuple):
-    """An operation: its name, which operands go to the second device, and how they are called.
+    """An operation: its name, which operands go to the second device, and how they are called."""
 
-    Attributes:
-        operation (str): The name to be reported.
-        apply (Callable): Computes a result from operands that it asks for by name.
-        elsewhere (str): The operands on the second device.
-        roles (str): ``operand=role`` for those that the report shall name.
-        host_index (bool): Whether PyTorch takes what is elsewhere from the CPU.
-    """
-
-    operation: str
-    apply: Callable
-    elsewhere: str
-    roles: str
-    host_index: bool = False
+    operation: str  #: The name to be reported.
+    apply: Callable  #: Computes a result from operands that it asks for by name.
+    elsewhere: str  #: The operands on the second device.
+    roles: str  #: ``operand=role`` for those that the report shall name.
+    host_index: bool = False  #: Whether PyTorch takes what is elsewhere from the CPU.
 
 
 class Product(torch.autograd.Function):
@@ -284,9 +278,6 @@ def as_array(tensor: torch.Tensor) -> Any:
 
 def run_case(case: Case, home: str, other: str) -> Dict[str, Any]:
     """What the guard makes of a case, and the right numbers."""
-    from mmdevplug.device_guard import DeviceGuard
-    from mmdevplug.errors import DeviceMismatchError
-
     told: Dict[str, Any] = dict(expected=compute(case, placed(case, 'cpu', 'cpu')))
     given = placed(case, home, other)
     try:
@@ -310,11 +301,7 @@ def run_case(case: Case, home: str, other: str) -> Dict[str, Any]:
 
 
 def stock_outcome(case: Case, home: str, other: str, first: Callable[[], Any]) -> str:
-    """What PyTorch does by itself, in a process of its own.
-
-    Returns:
-        str: ``'silent'`` if it computes what the CPU does, ``'raises'``, or the name of a signal.
-    """
+    """What PyTorch does by itself, in a process of its own; ``'silent'`` if as on the CPU."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

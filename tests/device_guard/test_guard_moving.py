@@ -9,10 +9,11 @@ from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError
 from tests.device_guard.test_guard import ONE, THREE, TWO, refusal, segmentor
 from tests.jobs import install_card
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 
-def counting():
+@in_ranks()
+def test_moves_are_counted_by_place():
     install_card('zeta')
     x, y = torch.ones(4, 4, device=ONE), torch.ones(2, 4, device=TWO)
     guard = DeviceGuard('move')
@@ -40,11 +41,8 @@ def counting():
     assert report.count(__file__) == 3
 
 
-def test_moves_are_counted_by_place():
-    run_ranks(counting, 0)
-
-
-def fewest_bytes():
+@in_ranks()
+def test_the_fewest_bytes_move():
     install_card('zeta')
     torch.manual_seed(0)
     big, small = torch.randn(64, 8, device=TWO), torch.randn(8, device=ONE)
@@ -72,11 +70,8 @@ def fewest_bytes():
     assert [str(each.device) for each in pair] == [ONE, TWO]
 
 
-def test_the_fewest_bytes_move():
-    run_ranks(fewest_bytes, 0)
-
-
-def written():
+@in_ranks()
+def test_what_is_written_to_stays():
     install_card('zeta')
     big = torch.randn(64, 8, device=TWO)
     target, before = torch.zeros(8, device=ONE), big.sum(0).cpu()
@@ -109,10 +104,6 @@ def written():
     assert told.devices == (torch.device(TWO), torch.device('meta'))
 
 
-def test_what_is_written_to_stays():
-    run_ranks(written, 0)
-
-
 class Scale(torch.autograd.Function):
     """With a context of its own, and an argument that is no tensor before those that are."""
 
@@ -132,7 +123,8 @@ class Scale(torch.autograd.Function):
         return None, torch.matmul(gradient, w.t()), None, torch.matmul(x.t(), gradient)
 
 
-def custom_gradients():
+@in_ranks()
+def test_gradients_of_custom_functions_go_home():
     install_card('zeta')
     torch.manual_seed(0)
     x, w, mask = torch.randn(4, 4), torch.randn(4, 4), torch.rand(4, 4) > 0.5
@@ -150,10 +142,6 @@ def custom_gradients():
     for expected, found in zip(*results):
         torch.testing.assert_close(found, expected)
     assert any('ScaleBackward' in site.operation for site in guard.moved.sites)
-
-
-def test_gradients_of_custom_functions_go_home():
-    run_ranks(custom_gradients, 0)
 
 
 def train_steps(one, two, policy='move'):

@@ -5,7 +5,8 @@ import os
 import torch
 from torch import nn
 
-from tests.jobs import start, weights_of
+from mmdevplug import DeviceDistributedDataParallel
+from tests.jobs import start
 
 
 def rank():
@@ -25,19 +26,14 @@ def deep(layers=12, width=128):
 
 
 def wrap(module, **options):
-    from mmdevplug import DeviceDistributedDataParallel
-
     return DeviceDistributedDataParallel(module, broadcast_buffers=False, **options)
 
 
-def batch(step, device, width=8):
-    """A batch of this rank."""
-    generator = torch.Generator().manual_seed(100 * step + rank())
+def batch(step, device, width=8, number=None):
+    """A batch of this rank, or of another."""
+    number = rank() if number is None else number
+    generator = torch.Generator().manual_seed(100 * step + number)
     return torch.randn(6, width, generator=generator).to(device)
-
-
-def weights(wrapper):
-    return weights_of(wrapper.module)
 
 
 def gradients(wrapper):

@@ -8,8 +8,9 @@ import contextlib
 import functools
 
 import torch
-from torch import nn
+from torch import distributed as torch_dist, nn
 
+from mmdevplug import DeviceDistributedDataParallel
 from tests.jobs import checkpoint, largest_difference, start
 
 
@@ -45,12 +46,15 @@ def _train(wrapper, device, rank, steps=3, forward=None):
 
 
 def initial_weights(wrap, device, rank):
-    wrapper = wrap(_net(rank, nn.BatchNorm1d(4)))
+    wrapper = wrap(_normalized(rank))
     return {name: value.detach().cpu() for name, value in wrapper.module.state_dict().items()}
 
 
-def plain(wrap, device, rank):
-    return _train(wrap(_net(rank)), device, rank)
+def _trained(make, forward=None, **options):
+    """A scenario that trains what ``make`` gives for a rank."""
+    return lambda wrap, device, rank: _train(
+        wrap(make(rank), **options), device, rank, forward=forward
+    )
 
 
 def accumulation(wrap, device, rank):
@@ -93,13 +97,6 @@ def several_backwards(wrap, device, rank):
     return _result(wrapper)
 
 
-def several_forwards(wrap, device, rank):
-    def forward(wrapper, inputs, step):
-        return wrapper(inputs) + wrapper(inputs * 2)
-
-    return _train(wrap(_net(rank)), device, rank, forward=forward)
-
-
 class _Branches(nn.Module):
     def __init__(self, rank):
         super().__init__()
@@ -131,10 +128,14 @@ def unused_on_all_ranks(wrap, device, rank):
     return dict(found, untouched=torch.tensor(float(untouched)))
 
 
-def frozen(wrap, device, rank):
+def _frozen(rank):
     net = _net(rank)
     net[0].requires_grad_(False)
-    return _train(wrap(net), device, rank)
+    return net
+
+
+def _normalized(rank):
+    return _net(rank, nn.BatchNorm1d(4))
 
 
 class _Tied(nn.Module):
@@ -170,20 +171,6 @@ class _Mixed(nn.Module):
         return self.bf16(hidden.bfloat16()).float()
 
 
-def mixed_dtypes(wrap, device, rank):
-    return _train(wrap(_Mixed(rank)), device, rank)
-
-
-def buffers(wrap, device, rank):
-    wrapper = wrap(_net(rank, nn.BatchNorm1d(4)), broadcast_buffers=True)
-    return _train(wrapper, device, rank)
-
-
-def own_buffers(wrap, device, rank):
-    wrapper = wrap(_net(rank, nn.BatchNorm1d(4)), broadcast_buffers=False)
-    return _train(wrapper, device, rank)
-
-
 class _Checkpointed(nn.Module):
     def __init__(self, rank, reentrant):
         super().__init__()
@@ -197,14 +184,6 @@ class _Checkpointed(nn.Module):
         return self.tail(checkpoint(self.net, inputs, **options))
 
 
-def checkpointed(wrap, device, rank):
-    return _train(wrap(_Checkpointed(rank, reentrant=False)), device, rank)
-
-
-def checkpointed_reentrant(wrap, device, rank):
-    return _train(wrap(_Checkpointed(rank, reentrant=True)), device, rank)
-
-
 class _Nested(nn.Module):
     def __init__(self, rank):
         super().__init__()
@@ -214,48 +193,38 @@ class _Nested(nn.Module):
         return dict(parts=[self.net(inputs), (self.net(inputs * 2), None)])
 
 
-def nested_outputs(wrap, device, rank):
-    def forward(wrapper, inputs, step):
-        first, (second, _) = wrapper(inputs)['parts']
-        return first + second
-
-    return _train(wrap(_Nested(rank)), device, rank, forward=forward)
+def _add_parts(wrapper, inputs, step):
+    first, (second, _) = wrapper(inputs)['parts']
+    return first + second
 
 
-SCENARIOS = {
-    function.__name__: function
-    for function in (
-        initial_weights,
-        plain,
-        accumulation,
-        forwards_with_and_without_sync,
-        several_backwards,
-        several_forwards,
-        unused_on_some_ranks,
-        unused_on_all_ranks,
-        frozen,
-        shared,
-        mixed_dtypes,
-        buffers,
-        own_buffers,
-        checkpointed,
-        checkpointed_reentrant,
-        nested_outputs,
-    )
-}
+SCENARIOS = dict(
+    initial_weights=initial_weights,
+    plain=_trained(_net),
+    accumulation=accumulation,
+    forwards_with_and_without_sync=forwards_with_and_without_sync,
+    several_backwards=several_backwards,
+    several_forwards=_trained(_net, lambda net, inputs, _: net(inputs) + net(inputs * 2)),
+    unused_on_some_ranks=unused_on_some_ranks,
+    unused_on_all_ranks=unused_on_all_ranks,
+    frozen=_trained(_frozen),
+    shared=shared,
+    mixed_dtypes=_trained(_Mixed),
+    buffers=_trained(_normalized, broadcast_buffers=True),
+    own_buffers=_trained(_normalized, broadcast_buffers=False),
+    checkpointed=_trained(functools.partial(_Checkpointed, reentrant=False)),
+    checkpointed_reentrant=_trained(functools.partial(_Checkpointed, reentrant=True)),
+    nested_outputs=_trained(_Nested, _add_parts),
+)
 
 
 def compare_all(accelerator):
     """Run every scenario under PyTorch's DDP on the CPU and under ours on an accelerator.
 
-    Returns:
-        dict: For each scenario the largest difference, None where PyTorch's DDP cannot do it,
-        and what the vendor's backend said where that refuses a dtype.
+    By scenario it returns the largest difference, None where PyTorch's DDP cannot do it, or what
+    the vendor's backend said where that refuses a dtype.
     """
-    from torch import distributed as torch_dist
     from torch.nn.parallel import DistributedDataParallel
-
-    from mmdevplug import DeviceDistributedDataParallel
 
     context = start(accelerator)
     rank = torch_dist.get_rank()

@@ -5,14 +5,17 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from mmengine.model import BaseModel
+from mmengine.optim import AmpOptimWrapper
 from torch import nn
 
 from mmdevplug.distributed.nonfinite import names_of_nonfinite, scale_and_check
 from mmdevplug.errors import ModelError
+from mmdevplug.optim import DeviceAmpOptimWrapper
 from tests.columns import CUDA, NATIVE, job_of
-from tests.gradients.averaging import batch, gradients, net, rank, weights, wrap
-from tests.jobs import largest_difference, needs_scaler, start
-from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
+from tests.gradients.averaging import batch, gradients, net, rank, wrap
+from tests.jobs import largest_difference, needs_scaler, start, weights_of
+from tests.ranks import RanksFailed, errors_of_ranks, in_ranks, run_ranks
 
 devices = pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 every_device = pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
@@ -70,56 +73,44 @@ def test_bad_gradients_are_named_when_they_are_compressed_too(accelerator):
         run_ranks(partial(train, grad_compression='bf16'), 2, accelerator, 'stop')
 
 
-def ignoring(accelerator):
+@every_device
+@in_ranks(2)
+def test_ignore_leaves_everything_as_it_is(accelerator):
     context = start(accelerator)
     wrapper = wrap(net(), nonfinite_grads='ignore')
     if rank() == 1:
         spoil(wrapper.module[2], float('nan'))
     wrapper(batch(0, context.device)).square().mean().backward()
-    return {name: int(np.isnan(value).sum()) for name, value in gradients(wrapper).items()}
+    found = {name: int(np.isnan(value).sum()) for name, value in gradients(wrapper).items()}
+    assert found == {'0.weight': 0, '0.bias': 0, '2.weight': 1, '2.bias': 0}
 
 
-@every_device
-def test_ignore_leaves_everything_as_it_is(accelerator):
-    for found in run_ranks(ignoring, 2, accelerator, **job_of(accelerator)):
-        assert found == {'0.weight': 0, '0.bias': 0, '2.weight': 1, '2.bias': 0}
+class Model(BaseModel):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, inputs, data_samples=None, mode='tensor'):
+        return dict(loss=self.layer(inputs).sum())
 
 
-def with_scaler(accelerator):
-    from mmengine.model import BaseModel
-    from mmengine.optim import AmpOptimWrapper
-
-    from mmdevplug.optim import DeviceAmpOptimWrapper
-
-    class Model(BaseModel):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.Linear(4, 2)
-
-        def forward(self, inputs, data_samples=None, mode='tensor'):
-            return dict(loss=self.layer(inputs).sum())
-
-    start(accelerator)
+@needs_scaler
+@in_ranks(2)
+def test_a_gradient_scaler_skips_by_itself():
+    start('cpu')
     wrapper = wrap(Model(), nonfinite_grads='stop')
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
     optim_wrapper = DeviceAmpOptimWrapper(
         optimizer=optimizer, dtype='float16', loss_scale=dict(init_scale=2.0**15)
     )
     assert isinstance(optim_wrapper, AmpOptimWrapper)
-    before = weights(wrapper)
+    before = weights_of(wrapper.module)
     if rank() == 1:
         wrapper.module.layer.weight.register_hook(lambda gradient: gradient * float('inf'))
     wrapper.train_step(dict(inputs=torch.ones(3, 4)), optim_wrapper)
-    after = weights(wrapper)
-    return largest_difference(before, after), optim_wrapper.loss_scaler.get_scale()
-
-
-@needs_scaler
-def test_a_gradient_scaler_skips_by_itself():
-    for change, scale in run_ranks(with_scaler, 2, 'cpu'):
-        assert change == 0
-        assert scale == 2.0**14
+    assert largest_difference(before, weights_of(wrapper.module)) == 0
+    assert optim_wrapper.loss_scaler.get_scale() == 2.0**14
 
 
 def test_an_unknown_policy_is_refused():

@@ -3,16 +3,20 @@
 import os
 import resource
 import signal
-import subprocess
-import sys
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed as torch_dist, nn
 
-from benchmarks.hosts import INTERFACE, Hosts, available
+from benchmarks.hosts import Hosts
+from mmdevplug.distributed.byte_exchange import gather_json
+from mmdevplug.gradients.ddp_hook import BucketAveraging
+from mmdevplug.staged import reductions
+from mmdevplug.staged.shared_memory import group_by_host, share_memory
+from mmdevplug.utils.host import host_name
+from mmdevplug.utils.memory_file import MemoryFile
 from tests.gradients.averaging import (
     allocations,
     batch,
@@ -23,14 +27,14 @@ from tests.gradients.averaging import (
     shared_sums,
     wrap,
 )
-from tests.jobs import ROOT, checkpoint, largest_difference, need_card, start, weights_of
-from tests.ranks import errors_of_ranks, launch_variables, run_ranks
+from tests.jobs import checkpoint, largest_difference, start, weights_of
+from tests.on_hosts import need_hosts, run_on_hosts
+from tests.ranks import errors_of_ranks, in_ranks, run_ranks
 
 
-def under_way_in_backward(accelerator):
-    from mmdevplug.gradients.ddp_hook import BucketAveraging
-
-    context = start(accelerator)
+@in_ranks(2)
+def test_buckets_start_during_backward_on_an_eager_device():
+    context = start('zeta')
     wrapper = wrap(deep(layers=40), bucket_cap_mb=0.1)
     inputs = batch(0, context.device, 128).requires_grad_(True)
     seen, averaging, average = [], [], BucketAveraging.hook
@@ -47,14 +51,9 @@ def under_way_in_backward(accelerator):
     wrapper(inputs).sum().backward()  # DDP orders its buckets after the first
     inputs.register_hook(look)
     wrapper(inputs).sum().backward()
-    return seen
-
-
-def test_buckets_start_during_backward_on_an_eager_device():
-    size = 40 * (128 + 1) * 128 * 4
-    for (started,) in run_ranks(under_way_in_backward, 2, 'zeta'):
-        # The first bucket of DDP has 1 MB, the others have 0.1 MB or a layer more.
-        assert started >= (size - (1 << 20)) // (3 * 66_048)
+    (started,), size = seen, 40 * (128 + 1) * 128 * 4
+    # The first bucket of DDP has 1 MB, the others have 0.1 MB or a layer more.
+    assert started >= (size - (1 << 20)) // (3 * 66_048)
 
 
 class TwoSegments(nn.Module):
@@ -72,68 +71,51 @@ class TwoSegments(nn.Module):
         return checkpoint(self.shared, self.rest(hidden).tanh(), use_reentrant=True)
 
 
-def in_parts(accelerator):
-    context = start(accelerator)
-    wrapper = wrap(TwoSegments(), bucket_cap_mb=1e-4, static_graph=True)
-    found = []
-    for step in range(3):
-        wrapper.zero_grad()
-        wrapper(batch(step, context.device)).square().mean().backward()
-        found.append(gradients(wrapper))
-    return found
-
-
 def average_of_ranks(step, ranks):
     """The same by hand, in one process."""
     total = {}
     for number in range(ranks):
-        os.environ['RANK'] = str(number)
         module = TwoSegments()
-        module(batch(step, 'cpu')).square().mean().backward()
+        module(batch(step, 'cpu', number=number)).square().mean().backward()
         for name, parameter in module.named_parameters():
             total[name] = total.get(name, 0) + parameter.grad.numpy() / ranks
     return total
 
 
-def test_a_gradient_that_comes_in_parts_is_averaged_whole(monkeypatch):
-    monkeypatch.setenv('RANK', '0')
-    expected = [average_of_ranks(step, 2) for step in range(3)]
-    for found in run_ranks(in_parts, 2, 'zeta'):
-        assert max(largest_difference(a, b) for a, b in zip(found, expected)) <= 1e-6
+@in_ranks(2)
+def test_a_gradient_that_comes_in_parts_is_averaged_whole():
+    context = start('zeta')
+    wrapper = wrap(TwoSegments(), bucket_cap_mb=1e-4, static_graph=True)
+    for step in range(3):
+        wrapper.zero_grad()
+        wrapper(batch(step, context.device)).square().mean().backward()
+        assert largest_difference(gradients(wrapper), average_of_ranks(step, 2)) <= 1e-6
 
 
-def used_now_and_then(accelerator):
-    context = start(accelerator)
-    torch.manual_seed(0)
-    parts = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
 
-    class Choosing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = parts
+    def forward(self, inputs, which):
+        for index in which:
+            inputs = self.parts[index](inputs)
+        return inputs
 
-        def forward(self, inputs, which):
-            for index in which:
-                inputs = self.parts[index](inputs)
-            return inputs
 
+@in_ranks(2)
+def test_parameters_that_no_rank_used_are_left_alone():
+    context = start('zeta')
     wrapper = wrap(Choosing(), bucket_cap_mb=1e-4, find_unused_parameters=True)
-    plan = [[0, 1], [0, 1], [0, 3], [2] if rank() else [0], [0, 1, 2, 3], []]
-    found = []
-    for step, which in enumerate(plan):
+    mine = [[0, 1], [0, 1], [0, 3], [2] if rank() else [0], [0, 1, 2, 3], []]
+    of_all = [{0, 1}, {0, 1}, {0, 3}, {0, 2}, {0, 1, 2, 3}, set()]
+    for step, (which, expected) in enumerate(zip(mine, of_all)):
         wrapper.zero_grad(set_to_none=True)
         output = wrapper(batch(step, context.device).requires_grad_(True), which)
         output.square().mean().backward()
-        found.append({name: g is not None for name, g in gradients(wrapper).items()})
-    return found
-
-
-def test_parameters_that_no_rank_used_are_left_alone():
-    expected = [{0, 1}, {0, 1}, {0, 3}, {0, 2}, {0, 1, 2, 3}, set()]
-    for found in run_ranks(used_now_and_then, 2, 'zeta'):
-        for step, names in zip(found, expected):
-            there = {int(name.split('.')[1]) for name, is_there in step.items() if is_there}
-            assert there == names
+        there = {name for name, gradient in gradients(wrapper).items() if gradient is not None}
+        assert {int(name.split('.')[1]) for name in there} == expected
 
 
 # shared memory -----------------------------------------------------------------------------------
@@ -164,22 +146,8 @@ def test_ranks_of_a_host_add_up_in_shared_memory(ranks):
 
 
 def flat_train(accelerator):
-    from mmdevplug.staged import reductions
-
     reductions.LEAST_BYTES = float('inf')
     return train(accelerator)
-
-
-def train_in_pairs():
-    from torch import distributed as torch_dist
-
-    context = start('zeta')
-    pairs = [torch_dist.new_group([0, 2]), torch_dist.new_group([1, 3])]
-    wrapper = wrap(net(WIDTH), process_group=pairs[rank() % 2])
-    inputs = torch.full((4, WIDTH), float(rank())).to(context.device)
-    wrapper(inputs).sum().backward()
-    torch_dist.barrier()  # Rank 0 holds the store, and its pair may be done first.
-    return shared_sums(wrapper), gradients(wrapper)['0.bias']
 
 
 def plain_gradient(number):
@@ -188,56 +156,29 @@ def plain_gradient(number):
     return module[0].bias.grad.numpy()
 
 
-UNLIKE = (
-    'import sys, torch; from tests.gradients import test_staging as t; t.save_trained(sys.argv[1])'
-)
-
-
-def save_trained(path):
-    shared, weights = train('zeta')
-    np.savez(path, shared=shared, **weights)
+@in_ranks(4)
+def test_a_group_of_some_ranks_averages_by_itself():
+    context = start('zeta')
+    pairs = [torch_dist.new_group([0, 2]), torch_dist.new_group([1, 3])]
+    wrapper = wrap(net(WIDTH), process_group=pairs[rank() % 2])
+    inputs = torch.full((4, WIDTH), float(rank())).to(context.device)
+    wrapper(inputs).sum().backward()
+    torch_dist.barrier()  # Rank 0 holds the store, and its pair may be done first.
+    assert shared_sums(wrapper) > 0
+    expected = (plain_gradient(rank() % 2) + plain_gradient(rank() % 2 + 2)) / 2
+    np.testing.assert_allclose(gradients(wrapper)['0.bias'], expected, atol=1e-6)
 
 
 @pytest.mark.long
-def test_hosts_with_unlike_numbers_of_ranks(tmp_path):
+def test_hosts_with_unlike_numbers_of_ranks():
     """Two ranks on one host and one on another, as when a host has lost a card."""
-    need_card()
-    found = available()
-    if not found.possible:
-        pytest.skip(found.reason)
-    paths = [str(ROOT), str(ROOT / 'standins' / 'fakecard')]
-    jobs = []
+    need_hosts()
     with Hosts(2) as hosts:
-        for number, (host, local_rank, local_size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
-            environ = launch_variables(number, 3, 29500)
-            environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
-            environ.update(MASTER_ADDR=hosts.address, GLOO_SOCKET_IFNAME=INTERFACE)
-            command = [sys.executable, '-c', UNLIKE, str(tmp_path / f'{number}.npz')]
-            jobs.append(
-                subprocess.Popen(
-                    hosts.command(host, command),
-                    cwd=str(ROOT),
-                    env=dict(os.environ, PYTHONPATH=os.pathsep.join(paths), **environ),
-                )
-            )
-        try:
-            assert [job.wait(timeout=120) for job in jobs] == [0, 0, 0]
-        finally:
-            for job in jobs:
-                job.kill()
+        found = run_on_hosts(train, [2, 1], hosts, 'zeta', timeout=120)
     ((_, expected), _, _) = run_ranks(flat_train, 3, 'zeta')
-    for number in range(3):
-        weights = dict(np.load(str(tmp_path / f'{number}.npz')))
-        assert weights.pop('shared') == 0
+    for shared, weights in found:
+        assert shared == 0
         assert largest_difference(weights, expected) <= 1e-6
-
-
-def test_a_group_of_some_ranks_averages_by_itself():
-    for number, (shared, found) in enumerate(run_ranks(train_in_pairs, 4)):
-        assert shared > 0
-        pair = (number % 2, number % 2 + 2)
-        expected = sum(plain_gradient(other) for other in pair) / 2
-        np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def limited_train(accelerator):
@@ -260,8 +201,6 @@ def test_without_shared_memory_all_ranks_take_the_loopback_interface():
 
 
 def test_memory_of_another_process_with_the_same_id_is_refused(tmp_path):
-    from mmdevplug.utils.memory_file import MemoryFile
-
     with open(tmp_path / 'memory', 'w+b') as file:
         owner = MemoryFile(os.getpid(), file.fileno(), inode=0)
         with pytest.raises(OSError, match='^process .* is another one in this PID namespace$'):
@@ -270,10 +209,6 @@ def test_memory_of_another_process_with_the_same_id_is_refused(tmp_path):
 
 def memory_of_a_dead_rank(accelerator):
     start(accelerator)
-    from mmdevplug.distributed.byte_exchange import gather_json
-    from mmdevplug.staged.shared_memory import group_by_host, share_memory
-    from mmdevplug.utils.host import host_name
-
     (here,) = group_by_host(gather_json(host_name()))
     memory = share_memory(1 << 20, here, gather_json, rank())
     memory[rank()].memory[:] = bytes([rank() + 1]) * (1 << 20)
@@ -287,9 +222,6 @@ def memory_of_a_dead_rank(accelerator):
 def test_nothing_is_left_of_a_killed_rank():
     # Rank 0 went on with the memory of rank 1, and ended well.
     assert list(errors_of_ranks(memory_of_a_dead_rank, 2, 'cpu')) == [1]
-
-
-# memory ------------------------------------------------------------------------------------------
 
 
 def test_shared_memory_is_allocated_once():

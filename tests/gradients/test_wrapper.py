@@ -1,75 +1,40 @@
 """The wrapper's interface, and models it refuses."""
 
+from collections import Counter
+from itertools import product
+
 import pytest
 import torch
 from mmengine.model import MMDistributedDataParallel, is_model_wrapper
 from torch import nn
 
+from mmdevplug import DeviceDistributedDataParallel
 from mmdevplug.accelerators import CPUAccelerator
-from tests.columns import needs_lazy
-from tests.jobs import install_card
-from tests.ranks import errors_of_ranks, run_ranks
+from mmdevplug.distributed.staged_groups import staged_counterpart
+from mmdevplug.errors import LaunchError, ModelError
+from mmdevplug.gradients.lazy_staging import LazyStaging
+from mmdevplug.staged import StagedProcessGroup
+from tests.columns import LAZY
+from tests.jobs import start
+from tests.ranks import in_ranks
 
 
-def in_job(accelerator, check):
-    from mmdevplug import init_device
-
-    install_card(accelerator)
-    context = init_device('pytorch', accelerator, timeout=60)
-    return check(context)
-
-
-def run(accelerator, check, world_size=2, **options):
-    return run_ranks(in_job, world_size, accelerator, check, **options)
-
-
-both = pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
-
-
-def look(context):
-    from mmdevplug import DeviceDistributedDataParallel
-
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+@in_ranks(2)
+def test_interchangeable_with_mmengines_wrapper(accelerator):
+    context = start(accelerator)
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     wrapper = DeviceDistributedDataParallel(module, device_ids=[5], output_device=5)
     stock = MMDistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     stock.load_state_dict({name: value.cpu() for name, value in wrapper.state_dict().items()})
     wrapper.load_state_dict(stock.state_dict())
-    return dict(
-        is_wrapper=is_model_wrapper(wrapper),
-        same_module=wrapper.module is module,
-        devices={str(tensor.device) for tensor in wrapper.state_dict().values()},
-        expected={str(context.device)},
-        keys=list(wrapper.state_dict()) == list(stock.state_dict()),
-        steps=all(hasattr(wrapper, f'{name}_step') for name in ('train', 'val', 'test')),
-        subclass=isinstance(wrapper, MMDistributedDataParallel),
-        staged=wrapper.staging is not None,
-    )
-
-
-@both
-def test_interchangeable_with_mmengines_wrapper(accelerator):
-    for found in run(accelerator, look):
-        assert found.pop('devices') == found.pop('expected')
-        assert not found.pop('staged')
-        assert all(found.values()), found
-
-
-def wrap_twice(context):
-    from mmdevplug import DeviceDistributedDataParallel
-
-    DeviceDistributedDataParallel(DeviceDistributedDataParallel(nn.Linear(2, 2)))
-
-
-def wrap_frozen(context):
-    from mmdevplug import DeviceDistributedDataParallel
-
-    DeviceDistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
-
-
-def wrap_with_unknown_option(context):
-    from mmdevplug import DeviceDistributedDataParallel
-
-    DeviceDistributedDataParallel(nn.Linear(2, 2), find_unused_paramters=True)
+    assert is_model_wrapper(wrapper)
+    assert isinstance(wrapper, MMDistributedDataParallel)
+    assert wrapper.module is module
+    assert {tensor.device for tensor in wrapper.state_dict().values()} == {context.device}
+    assert list(wrapper.state_dict()) == list(stock.state_dict())
+    assert all(hasattr(wrapper, f'{name}_step') for name in ('train', 'val', 'test'))
+    assert wrapper.staging is None
 
 
 class StaysOnHost(nn.Linear):
@@ -77,91 +42,81 @@ class StaysOnHost(nn.Linear):
         return self
 
 
-def wrap_immovable(context):
-    from mmdevplug import DeviceDistributedDataParallel
-
-    DeviceDistributedDataParallel(nn.Sequential(nn.Linear(2, 2), StaysOnHost(2, 2)))
-
-
-def sparse(context):
-    from mmdevplug.distributed.staged_groups import staged_counterpart
-    from mmdevplug.gradients.lazy_staging import LazyStaging
-
-    # No lazy device has sparse kernels, so the host itself is staged here.
-    module = nn.Embedding(8, 4, sparse=True)
-    staging = LazyStaging(list(module.named_parameters()), CPUAccelerator(), staged_counterpart())
-    outputs = module(torch.tensor([1, 2]))
-    staging.prepare(outputs, synchronize=True)
-    outputs.sum().backward()
+#: What makes a module, options, and the error that names them.
+REFUSED = dict(
+    wrapped=(
+        lambda: DeviceDistributedDataParallel(nn.Linear(2, 2)),
+        {},
+        ModelError,
+        ['wrapped already, in DeviceDistributedDataParallel'],
+    ),
+    frozen=(
+        lambda: nn.Linear(2, 2).requires_grad_(False),
+        {},
+        ModelError,
+        ['2 parameters, all frozen'],
+    ),
+    unknown_option=(
+        lambda: nn.Linear(2, 2),
+        dict(find_unused_paramters=True),
+        TypeError,
+        ['find_unused_paramters', "did you mean 'find_unused_parameters'?"],
+    ),
+    immovable=(
+        lambda: nn.Sequential(nn.Linear(2, 2), StaysOnHost(2, 2)),
+        {},
+        ModelError,
+        ['1.weight on cpu', '{device}'],
+    ),
+)
 
 
 @pytest.mark.parametrize(
-    ('accelerator', 'check', 'kind', 'told'),
-    [
-        *(
-            (accelerator, *refused)
-            for accelerator in ('cpu', 'zeta')
-            for refused in (
-                (wrap_twice, 'ModelError', ['wrapped already, in DeviceDistributedDataParallel']),
-                (wrap_frozen, 'ModelError', ['2 parameters, all frozen']),
-                (
-                    wrap_with_unknown_option,
-                    'TypeError',
-                    ['find_unused_paramters', "did you mean 'find_unused_parameters'?"],
-                ),
-            )
-        ),
-        ('zeta', wrap_immovable, 'ModelError', ['1.weight on cpu', 'zeta:1']),
-        ('cpu', sparse, 'ModelError', ["'weight'"]),
-    ],
-    ids=lambda value: (
-        ' '.join(value) if isinstance(value, list) else getattr(value, '__name__', None)
-    ),
+    ('accelerator', 'case'),
+    [*product(['cpu', 'zeta'], ['wrapped', 'frozen', 'unknown_option']), ('zeta', 'immovable')],
 )
-def test_what_is_refused_on_all_ranks(accelerator, check, kind, told):
-    errors = errors_of_ranks(in_job, 2, accelerator, check, together=True)
-    assert sorted(errors) == [0, 1]
-    assert errors[1][0] == kind
-    assert all(words in errors[1][1] for words in told), errors[1][1]
+@in_ranks(2)
+def test_what_is_refused_on_all_ranks(accelerator, case):
+    make, options, kind, told = REFUSED[case]
+    device = start(accelerator).device
+    with pytest.raises(kind) as raised:
+        DeviceDistributedDataParallel(make(), **options)
+    assert raised.type is kind
+    assert all(words.format(device=device) in str(raised.value) for words in told), raised.value
 
 
-def use_ddp_only_methods(context):
-    from mmdevplug import DeviceDistributedDataParallel
+@in_ranks(2)
+def test_sparse_gradients_cannot_be_staged():
+    start('cpu')
+    # No lazy device has sparse kernels, so the host itself is staged here.
+    module = nn.Embedding(8, 4, sparse=True)
+    parameters = list(module.named_parameters())
+    staging = LazyStaging(parameters, CPUAccelerator(), staged_counterpart())
+    outputs = module(torch.tensor([1, 2]))
+    staging.prepare(outputs, synchronize=True)
+    with pytest.raises(ModelError, match="'weight'"):
+        outputs.sum().backward()
 
+
+@pytest.mark.parametrize('accelerator', [LAZY])
+@in_ranks(2)
+def test_methods_of_ddp_are_refused_where_gradients_wait_for_the_end(accelerator):
+    start(accelerator)
     wrapper = DeviceDistributedDataParallel(nn.Linear(2, 2))
-    called = []
-    for method in (wrapper.join, lambda: wrapper.register_comm_hook(None, print)):
-        try:
-            method()
-        except RuntimeError as error:
-            called.append((type(error).__name__, str(error)))
-    return called
-
-
-@needs_lazy
-def test_methods_of_ddp_are_refused_where_gradients_wait_for_the_end():
-    for found in run('lazy', use_ddp_only_methods):
-        for (kind, message), method in zip(found, ['join', 'register_comm_hook']):
-            assert kind == 'ModelError'
-            assert f"{method}() needs PyTorch's DDP" in message
+    with pytest.raises(ModelError, match=r"join\(\) needs PyTorch's DDP"):
+        wrapper.join()
+    with pytest.raises(ModelError, match=r"register_comm_hook\(\) needs PyTorch's DDP"):
+        wrapper.register_comm_hook(None, print)
 
 
 def test_needs_a_process_group():
-    from mmdevplug import DeviceDistributedDataParallel
-    from mmdevplug.errors import LaunchError
-
     with pytest.raises(LaunchError, match='init_device'):
         DeviceDistributedDataParallel(nn.Linear(2, 2))
 
 
-def count_messages(context):
-    """Collectives of an iteration, by kind."""
-    from collections import Counter
-
-    from mmdevplug import DeviceDistributedDataParallel
-    from mmdevplug.staged import StagedProcessGroup
-
-    sent = Counter()
+@in_ranks(2)
+def test_few_messages():
+    device, sent = start('zeta').device, Counter()
     original = StagedProcessGroup._run
 
     def counted(self, name, *args):
@@ -171,22 +126,18 @@ def count_messages(context):
     StagedProcessGroup._run = counted
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)], nn.BatchNorm1d(8))
     wrapper = DeviceDistributedDataParallel(model, broadcast_buffers=False)
-    inputs = torch.randn(4, 8).to(context.device)
+    inputs = torch.randn(4, 8).to(device)
     wrapper(inputs).sum().backward()  # DDP sends the order of its buckets after it
     wrapper(inputs)
     sent.clear()
     wrapper(inputs).sum().backward()
-    return dict(sent)
+    assert sent == dict(average=1)
 
 
-def test_few_messages():
-    for step in run('zeta', count_messages):
-        assert step == dict(average=1)
-
-
-def hook_of_a_user(context):
-    """Gradients by a hook of the user's, also after a layer was frozen, which builds DDP anew."""
-    from mmdevplug import DeviceDistributedDataParallel
+@in_ranks(2)
+def test_a_users_hook_stays_when_other_parameters_are_trained():
+    """Also after a layer was frozen, which builds DDP anew."""
+    start('cpu')
 
     def hook(state, bucket):
         done = torch.futures.Future()
@@ -196,17 +147,9 @@ def hook_of_a_user(context):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     wrapper = DeviceDistributedDataParallel(model)
     wrapper.register_comm_hook(None, hook)
-    found = []
-    for frozen in (False, True):
+    for frozen, expected in ((False, [7.0] * 4), (True, [None, None, 7.0, 7.0])):
         model[0].requires_grad_(not frozen)
         model.zero_grad(set_to_none=True)
-        wrapper(torch.ones(4, 3, device=context.device)).sum().backward()
+        wrapper(torch.ones(4, 3)).sum().backward()
         gradients = [each.grad for each in model.parameters()]
-        found.append([each if each is None else float(each.mean()) for each in gradients])
-    return found
-
-
-def test_a_users_hook_stays_when_other_parameters_are_trained():
-    for first, second in run('cpu', hook_of_a_user):
-        assert first == [7.0] * 4
-        assert second == [None, None, 7.0, 7.0]
+        assert [each if each is None else float(each.mean()) for each in gradients] == expected

@@ -1,5 +1,7 @@
 """Our wrapper trains as PyTorch's DDP does, over DDP itself and over host staging."""
 
+from functools import lru_cache
+
 import pytest
 
 from tests.columns import NATIVE, job_of, lazy
@@ -17,22 +19,14 @@ CASES += [pytest.param(case, marks=pytest.mark.long) for case in (('zeta', 2), (
 CASES += [pytest.param(('cuda', ranks), marks=pytest.mark.cuda) for ranks in (1, 2)]
 
 
-@pytest.fixture(scope='module')
-def differences():
-    jobs = {}
-
-    def of(accelerator, ranks):
-        if (accelerator, ranks) not in jobs:
-            options = job_of(accelerator, ranks)
-            jobs[accelerator, ranks] = run_ranks(compare_all, ranks, accelerator, **options)
-        return jobs[accelerator, ranks]
-
-    return of
+@lru_cache(maxsize=None)
+def differences(accelerator, ranks):
+    return run_ranks(compare_all, ranks, accelerator, **job_of(accelerator, ranks))
 
 
 @pytest.mark.parametrize('scenario', SCENARIOS)
 @pytest.mark.parametrize('case', CASES, ids=lambda case: f'{case[0]}-{case[1]}')
-def test_trains_as_ddp(differences, case, scenario):
+def test_trains_as_ddp(case, scenario):
     accelerator, _ = case
     tolerance = TOLERANCE_OF_GPU if accelerator == 'cuda' else TOLERANCE
     for found in differences(*case):

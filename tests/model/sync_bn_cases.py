@@ -5,11 +5,17 @@ with PyTorch's ordinary layer is what the ranks must have computed together.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Dict, Tuple
 
 import torch
-from torch import nn
+from torch import distributed as torch_dist, nn
 
+from mmdevplug.model import norm_layers
+from mmdevplug.model.frozen_bn import give_frozen_gradients
+from mmdevplug.model.move import move_module
+from mmdevplug.model.norm_layers import convert_norm_layers
+from mmdevplug.model.sync_bn import DeviceSyncBatchNorm
 from tests.jobs import checkpoint, start
 
 CHANNELS = 4
@@ -17,28 +23,16 @@ CHANNELS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and its input.
+    """A layer and its input."""
 
-    Attributes:
-        shape (Tuple[int, ...]): Of a sample, less its channels.
-        sizes (Tuple[int, ...]): Samples of each rank, of which as many as there are ranks are
-            taken.
-        options (dict): Of the layer.
-        dtype (torch.dtype): Of the input.
-        offset (float): Added to inputs that are drawn from a normal distribution.
-        how (str): A function below: how the layer is called.
-        train (bool): Whether the layer is in training mode.
-        tolerance (float): Of outputs and gradients.
-    """
-
-    shape: Tuple[int, ...] = (3, 2)
-    sizes: Tuple[int, ...] = (4, 4, 4)
-    options: Dict = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
-    offset: float = 0.5
-    how: str = 'once'
-    train: bool = True
-    tolerance: float = 1e-5
+    shape: Tuple[int, ...] = (3, 2)  #: Of a sample, less its channels.
+    sizes: Tuple[int, ...] = (4, 4, 4)  #: Samples of each rank, of which the first are taken.
+    options: Dict = field(default_factory=dict)  #: Of the layer.
+    dtype: torch.dtype = torch.float32  #: Of the input.
+    offset: float = 0.5  #: Added to inputs that are drawn from a normal distribution.
+    how: str = 'once'  #: How the layer is called: see CALLS.
+    train: bool = True  #: Whether the layer is in training mode.
+    tolerance: float = 1e-5  #: Of outputs and gradients.
 
 
 CASES = {
@@ -67,29 +61,16 @@ CASES = {
 }
 
 
-def once(layer, inputs):
-    return layer(inputs)
-
-
-def channels_last(layer, inputs):
-    return layer(inputs.contiguous(memory_format=torch.channels_last))
-
-
-def without_gradient(layer, inputs):
-    with torch.no_grad():
-        return layer(inputs)
-
-
-def twice(layer, inputs):
-    return layer(layer(inputs) + 1)
-
-
-def checkpointed(layer, inputs):
-    return checkpoint(layer, inputs, use_reentrant=False)
-
-
-def checkpointed_reentrant(layer, inputs):
-    return checkpoint(layer, inputs, use_reentrant=True)
+CALLS = dict(
+    once=lambda layer, inputs: layer(inputs),
+    channels_last=lambda layer, inputs: layer(
+        inputs.contiguous(memory_format=torch.channels_last)
+    ),
+    without_gradient=torch.no_grad()(lambda layer, inputs: layer(inputs)),
+    twice=lambda layer, inputs: layer(layer(inputs) + 1),
+    checkpointed=partial(checkpoint, use_reentrant=False),
+    checkpointed_reentrant=partial(checkpoint, use_reentrant=True),
+)
 
 
 def build(case):
@@ -126,7 +107,7 @@ def run(model, case, batches, device, dtype=None, steps=3):
     for step in range(steps):
         inputs, factors = batches(step)
         inputs = inputs.to(device).to(dtype or inputs.dtype).requires_grad_()
-        outputs = globals()[case.how](model, inputs)
+        outputs = CALLS[case.how](model, inputs)
         assert outputs.dtype == inputs.dtype
         assert outputs.shape == inputs.shape
         if outputs.requires_grad:
@@ -146,14 +127,6 @@ def run(model, case, batches, device, dtype=None, steps=3):
 
 def run_all(accelerator):
     """Run every case on this rank."""
-    from torch import distributed as torch_dist
-
-    from mmdevplug.model import norm_layers
-    from mmdevplug.model.frozen_bn import give_frozen_gradients
-    from mmdevplug.model.move import move_module
-    from mmdevplug.model.norm_layers import convert_norm_layers
-    from mmdevplug.model.sync_bn import DeviceSyncBatchNorm
-
     context = start(accelerator)
     rank, ranks = torch_dist.get_rank(), torch_dist.get_world_size()
     norm_layers.torch_sync_bn_works = lambda *_: False  # ours, also where PyTorch's works

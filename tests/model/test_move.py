@@ -7,8 +7,11 @@ import torch
 from mmengine.model import BaseDataPreprocessor, BaseModel
 from torch import nn
 
+from mmdevplug.accelerators import get_accelerator
+from mmdevplug.model import move
+from mmdevplug.model.move import misplaced_tensors, move_module, weights_on_host
 from tests.jobs import install_card
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 
 class Model(BaseModel):
@@ -24,15 +27,14 @@ class Model(BaseModel):
         return self.second(self.first(inputs))
 
 
-def move_and_initialize():
+@in_ranks()
+def test_sharing_and_preprocessors_survive():
     install_card('zeta')
-    from mmdevplug.accelerators import get_accelerator
-    from mmdevplug.model.move import misplaced_tensors, move_module, weights_on_host
-
     accelerator = get_accelerator('zeta')
     device = accelerator.device(2)
     holder = nn.ModuleDict(dict(model=Model()))  # whose `to` does not reach preprocessors
-    before = misplaced_tensors(holder, device)
+    misplaced = 'model.first.weight', 'model.data_preprocessor (data preprocessor)', 'model.mean'
+    assert {*misplaced} <= {*misplaced_tensors(holder, device)}
     move_module(holder, device)
     model = holder['model']
     assert not misplaced_tensors(holder, device)
@@ -50,14 +52,6 @@ def move_and_initialize():
     torch.manual_seed(3)
     assert torch.equal(parameter.cpu(), nn.init.normal_(torch.empty(4, 4)))
     assert model.mean.cpu().tolist() == [0.0] * 4
-    return sorted(before)
-
-
-def test_sharing_and_preprocessors_survive():
-    (names,) = run_ranks(move_and_initialize, 0)
-    assert 'model.first.weight' in names
-    assert 'model.data_preprocessor (data preprocessor)' in names
-    assert 'model.mean' in names
 
 
 class Hooked(BaseModel):
@@ -90,9 +84,6 @@ class Hooked(BaseModel):
 
 def gradients_of_hooked(kind, swaps=True):
     """Build, move, initialize and run a model; return the gradients."""
-    from mmdevplug.accelerators import get_accelerator
-    from mmdevplug.model import move
-
     accelerator = install_card(kind) or get_accelerator(kind)
     move.SWAPS_TENSORS = move.SWAPS_TENSORS and swaps  # there is no way before PyTorch 2.3
     torch.manual_seed(0)

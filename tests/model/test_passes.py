@@ -7,18 +7,20 @@ import pytest
 import torch
 from torch import nn
 
+from mmdevplug import init_device
+from mmdevplug.gradients import DeviceDistributedDataParallel
 from mmdevplug.model import running_stats
+from mmdevplug.model.place_model import place_model
 from tests.columns import LAZY
 from tests.jobs import install_card
 from tests.patches.test_module_device import OWNER, Generator, get_module_device
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 
-def wrap(accelerator, by_runner):
-    from mmdevplug import init_device
-    from mmdevplug.gradients import DeviceDistributedDataParallel
-    from mmdevplug.model.place_model import place_model
-
+@pytest.mark.parametrize('by_runner', [False, True])
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', LAZY])
+@in_ranks(2)
+def test_a_wrapper_alone_prepares_a_model_as_a_runner_does(accelerator, by_runner):
     install_card(accelerator)
     owner = sys.modules[OWNER] = ModuleType(OWNER)
     owner.get_module_device = get_module_device
@@ -27,24 +29,14 @@ def wrap(accelerator, by_runner):
         model.net.bias.fill_(context.env.rank)
     model.norm = nn.SyncBatchNorm(4)
     wrapped = place_model(model, context) if by_runner else DeviceDistributedDataParallel(model)
-    return (
-        str(wrapped.module.net.bias.device.type),
-        wrapped.module.net.bias.detach().cpu().tolist(),
-        type(wrapped.module.norm).__name__,
-        owner.get_module_device.__module__.startswith('mmdevplug'),
-        len(wrapped.module._forward_hooks),
-    )
-
-
-@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', LAZY])
-def test_a_wrapper_alone_prepares_a_model_as_a_runner_does(accelerator):
-    alone = run_ranks(wrap, 2, accelerator, False)
-    assert alone == run_ranks(wrap, 2, accelerator, True)
-    kind, bias, norm, asks_ours, hooks = alone[1]
-    assert (kind, bias) == (accelerator, [0] * 4)
-    assert norm == dict(lazy='FrozenGradientSyncBatchNorm').get(accelerator, 'DeviceSyncBatchNorm')
+    assert wrapped.module.net.bias.device.type == accelerator
+    assert wrapped.module.net.bias.detach().cpu().tolist() == [0] * 4
+    norm = dict(lazy='FrozenGradientSyncBatchNorm').get(accelerator, 'DeviceSyncBatchNorm')
+    assert type(wrapped.module.norm).__name__ == norm
+    asks_ours = owner.get_module_device.__module__.startswith('mmdevplug')
     assert asks_ours == (accelerator != 'cpu')
-    assert hooks == (accelerator == 'lazy')  # that which materializes predictions, once
+    # That which materializes predictions, once.
+    assert len(wrapped.module._forward_hooks) == (accelerator == 'lazy')
 
 
 def test_running_statistics_are_kept_once(monkeypatch):

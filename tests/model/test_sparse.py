@@ -4,13 +4,15 @@ import os
 
 import pytest
 import torch
-from mmengine.model import BaseModel
+from mmengine.model import BaseModel, MMDistributedDataParallel
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import nn
 
+from mmdevplug import DeviceDistributedDataParallel, DeviceRunner, init_device
 from mmdevplug.errors import ModelError
+from mmdevplug.optim import DeviceAmpOptimWrapper
 from tests.jobs import install_card, torch_before
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 STEPS = 4
 
@@ -49,8 +51,6 @@ def batches(rank=0, world_size=1):
 
 
 def wrapper_of(name, model):
-    from mmdevplug.optim import DeviceAmpOptimWrapper
-
     if name == 'SparseAdam':
         sparse = [*model.words.parameters(), *model.bags.parameters()]
         return OptimWrapperDict(
@@ -103,11 +103,7 @@ def train(model, name, rank=0, world_size=1):
     return {k: v.detach().numpy() for k, v in getattr(model, 'module', model).named_parameters()}
 
 
-def in_ranks(names):
-    from mmengine.model import MMDistributedDataParallel
-
-    from mmdevplug import DeviceDistributedDataParallel, init_device
-
+def train_all(names):
     context = init_device('pytorch', 'cpu', timeout=60)
     place = context.env.rank, context.env.world_size
     found = {}
@@ -124,8 +120,6 @@ def in_ranks(names):
 
 
 def meet_nan(rank, world_size):
-    from mmdevplug import DeviceDistributedDataParallel
-
     model = DeviceDistributedDataParallel(make(), nonfinite_grads='stop')
     optim_wrapper = wrapper_of('SGD', model.module)
     for number, data in enumerate(batches(rank, world_size)):
@@ -143,7 +137,7 @@ def needed(name):
 def test_trains_as_one_process_does(world_size):
     names = [name for name in SCENARIOS if needed(name)]
     reference = {name: train(make(unused=name == 'unused'), SCENARIOS[name][0]) for name in names}
-    results = run_ranks(in_ranks, world_size, names)
+    results = run_ranks(train_all, world_size, names)
     for found in results:
         for name in names:
             assert_close(found[name], reference[name], SCENARIOS[name][1], name)
@@ -162,15 +156,12 @@ def assert_close(found, reference, close, name):
 
 
 def train_on_device(accelerator, work_dir, frozen=False):
-    from mmdevplug import DeviceRunner
-
     install_card(accelerator)
     model = make()
     for name in ('words', 'bags'):
         getattr(model, name).weight.requires_grad = not frozen
-    launcher = 'pytorch' if 'RANK' in os.environ else 'none'
     data = [torch.arange(3) for _ in range(4)]
-    options = dict(
+    runner = DeviceRunner(
         model=model,
         work_dir=str(work_dir),
         train_cfg=dict(by_epoch=True, max_epochs=1),
@@ -178,32 +169,32 @@ def train_on_device(accelerator, work_dir, frozen=False):
             dataset=data, batch_size=2, sampler=dict(type='DefaultSampler'), collate_fn=collate
         ),
         optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
-        launcher=launcher,
+        launcher='pytorch' if 'RANK' in os.environ else 'none',
+        accelerator=accelerator,
     )
-    if frozen:
-        DeviceRunner(**options, accelerator=accelerator).train()
-        return None
-    with pytest.raises(ModelError) as raised:
-        DeviceRunner(**options, accelerator=accelerator).train()
-    return str(raised.value)
+    runner.train()
 
 
 def collate(samples):
     return dict(inputs=torch.stack(samples))
 
 
-def check_refusals(accelerator, tmp_path, alone, together):
-    for world_size, reason in ((0, alone), (2, together)):
-        for message in run_ranks(train_on_device, world_size, accelerator, tmp_path):
-            assert 'sparse=True of words, bags' in message
-            assert reason in message
+@pytest.mark.parametrize(
+    ('accelerator', 'ranks', 'reason'),
+    [
+        ('zeta', 0, 'no kernels'),
+        ('zeta', 2, 'has no kernels for them on this device'),
+        pytest.param('xla', 0, 'no kernels', marks=pytest.mark.xla),
+        pytest.param('xla', 2, 'cannot average those of a lazy device', marks=pytest.mark.xla),
+    ],
+)
+@in_ranks()
+def test_refused_on_a_device_without_kernels(accelerator, ranks, reason, tmp_path):
+    with pytest.raises(ModelError, match='sparse=True of words, bags') as raised:
+        train_on_device(accelerator, tmp_path)
+    assert reason in str(raised.value)
 
 
-def test_refused_on_a_device_without_kernels(tmp_path):
-    check_refusals('zeta', tmp_path, 'no kernels', 'has no kernels for them on this device')
-    assert run_ranks(train_on_device, 0, 'zeta', tmp_path, True) == [None]
-
-
-@pytest.mark.xla
-def test_refused_by_torch_xla(tmp_path):
-    check_refusals('xla', tmp_path, 'no kernels', 'cannot average those of a lazy device')
+@in_ranks()
+def test_frozen_weights_need_no_kernels(tmp_path):
+    train_on_device('zeta', tmp_path, frozen=True)

@@ -1,19 +1,21 @@
 """Synchronized batch normalization: numerics, conversion, refusals, and trainings."""
 
 import copy
+from functools import lru_cache
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed as torch_dist, nn
 
-from mmdevplug import init_device
+from mmdevplug import DeviceDistributedDataParallel, init_device
 from mmdevplug.errors import ModelError
 from mmdevplug.model import norm_layers
 from mmdevplug.model.norm_layers import SYNC_BN, check_sync_bn, convert_norm_layers
+from mmdevplug.model.place_model import place_model
 from tests.columns import CUDA, NATIVE, job_of, lazy
 from tests.jobs import PLAIN, largest_difference, start, train_digits
 from tests.model.sync_bn_cases import CASES, compare, run_all
-from tests.ranks import errors_of_ranks, run_ranks
+from tests.ranks import errors_of_ranks, in_ranks, run_ranks
 
 # The backend of NPU cards adds up no doubles, that of MLU cards does.
 JOBS = [('cpu', 2), ('cpu', 3), ('zeta', 2), ('mlu', 3), lazy('lazy', 2)]
@@ -21,22 +23,14 @@ JOBS += [pytest.param('cuda', 2, marks=pytest.mark.cuda)]
 DEVICES = ['cpu', 'zeta', NATIVE, CUDA]
 
 
-@pytest.fixture(scope='module')
-def found():
-    jobs = {}
-
-    def of(accelerator, ranks):
-        if (accelerator, ranks) not in jobs:
-            options = job_of(accelerator, ranks)
-            jobs[accelerator, ranks] = run_ranks(run_all, ranks, accelerator, **options)
-        return jobs[accelerator, ranks]
-
-    return of
+@lru_cache(maxsize=None)
+def found(accelerator, ranks):
+    return run_ranks(run_all, ranks, accelerator, **job_of(accelerator, ranks))
 
 
 @pytest.mark.parametrize('name', CASES)
 @pytest.mark.parametrize(('accelerator', 'ranks'), JOBS)
-def test_ranks_together_compute_what_one_process_does(found, accelerator, ranks, name):
+def test_ranks_together_compute_what_one_process_does(accelerator, ranks, name):
     compare(name, [result[name] for result in found(accelerator, ranks)], ranks)
 
 
@@ -97,21 +91,14 @@ OURS, ORDINARY = 'DeviceSyncBatchNorm', '_BatchNormXd'
 KINDS = {None: (None, OURS), 'auto': (OURS, OURS), 'per_rank': (None, ORDINARY)}
 
 
-@pytest.fixture(scope='module')
-def converted():
-    jobs = {}
-
-    def of(accelerator):
-        if accelerator not in jobs:
-            jobs[accelerator] = run_ranks(convert_all, 2, accelerator, **job_of(accelerator))
-        return jobs[accelerator]
-
-    return of
+@lru_cache(maxsize=None)
+def converted(accelerator):
+    return run_ranks(convert_all, 2, accelerator, **job_of(accelerator))
 
 
 @pytest.mark.parametrize('sync_bn', KINDS)
 @pytest.mark.parametrize('accelerator', DEVICES)
-def test_conversion(converted, accelerator, sync_bn):
+def test_conversion(accelerator, sync_bn):
     ordinary, synchronized = KINDS[sync_bn]
     if accelerator in ('cuda', NATIVE):  # where PyTorch's own layer works
         ordinary, synchronized = (
@@ -135,20 +122,15 @@ def test_unknown_values_are_refused_with_a_list(value):
     assert all(repr(known) in str(raised.value) for known in SYNC_BN)
 
 
-def place_in_single_process(sync_bn):
-    from mmdevplug import init_device
-    from mmdevplug.model.place_model import place_model
-
+@pytest.mark.parametrize('sync_bn', [None, 'auto', 'torch', 'mmcv', 'per_rank'])
+@in_ranks()
+def test_single_process_has_ordinary_layers(sync_bn):
     context = init_device('none', 'cpu')
     with pytest.raises(ModelError, match="sync_bn='sync'"):
         place_model(Layers(), context, sync_bn='sync')
     model = place_model(Layers(), context, sync_bn=sync_bn)
-    return [type(model.plain).__name__, type(model.part[1]).__name__]
-
-
-@pytest.mark.parametrize('sync_bn', [None, 'auto', 'torch', 'mmcv', 'per_rank'])
-def test_single_process_has_ordinary_layers(sync_bn):
-    assert run_ranks(place_in_single_process, 0, sync_bn) == [['BatchNorm2d', '_BatchNormXd']]
+    kinds = [type(model.plain).__name__, type(model.part[1]).__name__]
+    assert kinds == ['BatchNorm2d', ORDINARY]
 
 
 class NormAndActivation(nn.BatchNorm2d):
@@ -156,15 +138,12 @@ class NormAndActivation(nn.BatchNorm2d):
         return super().forward(inputs).relu()
 
 
-def convert_special():
+@in_ranks(2)
+def test_layers_that_do_more_than_normalize_are_kept():
     context = start('cpu')
     model = nn.Sequential(NormAndActivation(2), nn.BatchNorm2d(2))
     convert_norm_layers(model, context.accelerator, context.device, 'auto')
-    return [type(layer).__name__ for layer in model]
-
-
-def test_layers_that_do_more_than_normalize_are_kept():
-    assert run_ranks(convert_special, 2) == [['NormAndActivation', OURS]] * 2
+    assert [type(layer).__name__ for layer in model] == ['NormAndActivation', OURS]
 
 
 # what ranks do together --------------------------------------------------------------------------
@@ -172,8 +151,6 @@ def test_layers_that_do_more_than_normalize_are_kept():
 
 def one_value(accelerator):
     context = start(accelerator)
-    from torch import distributed as torch_dist
-
     norm_layers.torch_sync_bn_works = lambda *_: False  # ours, also where PyTorch's works
     model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.SyncBatchNorm(3))).to(context.device)
     convert_norm_layers(model, context.accelerator, context.device)
@@ -188,15 +165,12 @@ class OwnForward(nn.SyncBatchNorm):
         return super().forward(x[:, :])
 
 
-def convert_own_forward():
+@in_ranks(2)
+def test_a_synchronized_layer_with_a_forward_of_its_own_is_named():
     context = init_device('pytorch', 'cpu')
     model = nn.ModuleDict(dict(bn=OwnForward(2)))
     with pytest.raises(ModelError, match='bn and 0 more: OwnForward has a forward'):
         convert_norm_layers(model, context.accelerator, context.device)
-
-
-def test_a_synchronized_layer_with_a_forward_of_its_own_is_named():
-    assert run_ranks(convert_own_forward, 2) == [None, None]
 
 
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE])
@@ -209,7 +183,8 @@ def test_one_value_per_channel_is_refused_on_all_ranks(accelerator):
         assert 'hold 1 value per channel; expected at least 2' in message
 
 
-def wrong_channels():
+@in_ranks(2)
+def test_other_channels_are_refused():
     context = start('cpu')
     model = nn.Sequential(nn.SyncBatchNorm(3))
     convert_norm_layers(model, context.accelerator, context.device)
@@ -217,13 +192,8 @@ def wrong_channels():
         model(torch.zeros(4, 2))
 
 
-def test_other_channels_are_refused():
-    run_ranks(wrong_channels, 2)
-
-
-def in_groups():
-    from torch import distributed as torch_dist
-
+@in_ranks(3)
+def test_layers_keep_their_process_group():
     context = start('cpu')
     pair, single = torch_dist.new_group([0, 1]), torch_dist.new_group([2])
     rank = torch_dist.get_rank()
@@ -231,14 +201,9 @@ def in_groups():
     convert_norm_layers(layer, context.accelerator, context.device)
     layer(torch.full((2, 1), float(rank)))
     torch_dist.barrier()  # Rank 0 holds the store, and the groups do not end together.
-    return layer.running_mean.item(), layer.running_var.item()
-
-
-def test_layers_keep_their_process_group():
-    first, second, third = run_ranks(in_groups, 3)
     # Ranks 0 and 1 hold the values 0, 0, 1, 1; rank 2 holds 2, 2.
-    assert first == second == pytest.approx((0.1 * 0.5, 0.9 + 0.1 / 3))
-    assert third == pytest.approx((0.1 * 2, 0.9))
+    expected = (0.1 * 2, 0.9) if rank == 2 else (0.1 * 0.5, 0.9 + 0.1 / 3)
+    assert (layer.running_mean.item(), layer.running_var.item()) == pytest.approx(expected)
 
 
 WIDTH = 600  # fills the first message of PyTorch's DDP, of 1 MB
@@ -260,10 +225,6 @@ class Detour(nn.Module):
 
 
 def take_detours(accelerator):
-    from torch import distributed as torch_dist
-
-    from mmdevplug import DeviceDistributedDataParallel
-
     context = start(accelerator)
     rank = torch_dist.get_rank()
     wrapper = DeviceDistributedDataParallel(Detour(), bucket_cap_mb=1)
@@ -290,29 +251,17 @@ class Net(nn.Sequential):
         super().__init__(nn.Conv2d(1, 3, 3), norm(3), nn.ReLU(), nn.Conv2d(3, 2, 3), norm(2))
 
 
-def averaged_gradients(norm):
-    """Gradients in PyTorch's own process group, as under MMEngine's runner."""
-    import os
-
-    from torch import distributed as torch_dist
-
-    from mmdevplug import DeviceDistributedDataParallel
-
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(6, 1, 8, 8, generator=generator)
-    model = Net(norm)
-    if 'RANK' in os.environ:
-        torch_dist.init_process_group('gloo')
-        model = DeviceDistributedDataParallel(model, accelerator='cpu')
-        inputs = inputs.split(3)[torch_dist.get_rank()]
-    model(inputs).relu().mean().backward()
-    return {name.replace('module.', ''): p.grad.numpy() for name, p in model.named_parameters()}
-
-
+@in_ranks(2)
 def test_stock_process_group_with_our_wrapper():
-    (expected,) = run_ranks(averaged_gradients, 0, nn.BatchNorm2d)
-    for gradients in run_ranks(averaged_gradients, 2, nn.SyncBatchNorm):
-        assert largest_difference(gradients, expected) <= 1e-6
+    """Gradients in PyTorch's own process group, as under MMEngine's runner."""
+    inputs = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    alone = Net(nn.BatchNorm2d)
+    alone(inputs).relu().mean().backward()
+    torch_dist.init_process_group('gloo')
+    model = DeviceDistributedDataParallel(Net(nn.SyncBatchNorm), accelerator='cpu')
+    model(inputs.split(3)[torch_dist.get_rank()]).relu().mean().backward()
+    for expected, found in zip(alone.parameters(), model.parameters()):
+        assert (found.grad - expected.grad).abs().max() <= 1e-6
 
 
 def train_normalized(accelerator, work_dir, sync_bn=None):
@@ -338,9 +287,6 @@ def test_each_rank_by_itself_trains_otherwise(tmp_path, single_process_weights):
     # That the comparison above can fail.
     for result in run_ranks(train_normalized, 2, 'cpu', tmp_path, 'per_rank'):
         assert largest_difference(result['weights'], single_process_weights) > 1e-3
-
-
-# layers of repositories -------------------------------------------------------------------------
 
 
 class NaiveSyncBatchNorm1d(nn.BatchNorm1d):

@@ -2,12 +2,9 @@
 
 from fractions import Fraction
 from itertools import combinations_with_replacement
-from typing import Iterator, List, Optional, Sequence, Tuple
-
-Score = Tuple[Fraction, int, Fraction, Fraction, int]
 
 
-def every_split(count: int, parts: int, allow_empty: bool) -> Iterator[List[int]]:
+def every_split(count, parts, allow_empty):
     """The ends of the parts, for every split."""
     for cuts in combinations_with_replacement(range(count + 1), parts - 1):
         marks = [0, *cuts, count]
@@ -15,9 +12,7 @@ def every_split(count: int, parts: int, allow_empty: bool) -> Iterator[List[int]
             yield marks[1:]
 
 
-def score(
-    sizes: Sequence[int], weights: Sequence[int], costs: Sequence[int], ends: Sequence[int]
-) -> Score:
+def score(sizes, weights, costs, ends):
     """What a split is judged by: largest load over weight, empty devices, imbalance, what the
     smallest load lacks of 0.7 of the ideal, its cuts."""
     marks = [0, *ends]
@@ -30,13 +25,7 @@ def score(
     return max(ratios), loads.count(0), imbalance, lacking, sum(costs[cut] for cut in cuts)
 
 
-def best_score(
-    sizes: Sequence[int],
-    weights: Sequence[int],
-    limits: Sequence[float],
-    costs: Sequence[int],
-    allow_empty: bool,
-) -> Optional[Score]:
+def best_score(sizes, weights, limits, costs, allow_empty):
     """The best of all splits within the limits, None if there is none."""
     found = []
     for ends in every_split(len(sizes), len(weights), allow_empty):

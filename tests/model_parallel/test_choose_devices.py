@@ -1,6 +1,5 @@
 """Which parallelism: by the options, the devices present, and how the process was started."""
 
-import io
 import json
 import logging
 import os
@@ -10,49 +9,31 @@ import pytest
 import torch
 
 from mmdevplug import init_device
-from mmdevplug.accelerators import Accelerator
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import LaunchError, PlacementError
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.model_parallel.choose_devices import resolve_strategy
 from tests.commands import environment, run
-from tests.jobs import ROOT, install_card, need_card
+from tests.jobs import ROOT, install_card, messages_of, need_card
+from tests.model_parallel.test_parse_devices import Cards
 from tests.ranks import RanksFailed, free_port, launch_variables, run_ranks
 
 GIB = 2**30
 
 
-class FourCards(Accelerator):
-    """An accelerator that says it has four devices of 8 GiB; none of them is used."""
+class GPUs(Cards):
+    """Devices of 8 GiB, of which none is used."""
 
     name = device_type = 'cuda'
     visible_devices_env = 'CUDA_VISIBLE_DEVICES'
-    count = 4
 
-    def is_available(self):
-        return True
-
-    def device_count(self):
-        return self.count
-
-    def set_device(self, device):
-        raise AssertionError('no device is used here')
-
-    synchronize = set_device
-
-    def memory_total(self, device):
-        return 8 * GIB
-
-
-def cards(count=4):
-    accelerator = FourCards()
-    accelerator.count = count
-    return accelerator
+    def __init__(self, count):
+        super().__init__([8 * GIB] * count)
 
 
 def resolve(enable, count=4, **options):
-    return resolve_strategy(enable, accelerator=cards(count), **options)
+    return resolve_strategy(enable, accelerator=GPUs(count), **options)
 
 
 def rank(index, world_size, local_world_size=None):
@@ -65,7 +46,7 @@ def names(strategy):
 
 def test_the_log_names_the_devices_of_this_rank():
     found = Parallelism(ModelParallelOptions())
-    found.choose_devices(cards(2), rank(1, 2))
+    found.choose_devices(GPUs(2), rank(1, 2))
     assert 'devices of this rank: cuda:1\n' in found.describe()
     assert 'processes: 2, this is rank 1' in found.describe()
 
@@ -80,6 +61,7 @@ def test_true_is_all_devices_of_a_single_process():
     found = resolve(True)
     assert found.kind == 'model_parallel'
     assert names(found) == ['cuda:0', 'cuda:1', 'cuda:2', 'cuda:3']
+    assert found.devices[1] == torch.device('cuda', 1)
     assert found.world_size == 1
 
 
@@ -185,12 +167,9 @@ def without_launcher(drop=(), start_group=False):
     for name in drop:
         del os.environ[name]
     install_card('zeta')
-    told = io.StringIO()
-    logging.getLogger('mmdevplug.environments.launch_variables').addHandler(
-        logging.StreamHandler(told)
-    )
     try:
-        found = resolve_strategy(True, accelerator='zeta', devices=2)
+        with messages_of(logging.getLogger('mmdevplug.environments.launch_variables')) as told:
+            found = resolve_strategy(True, accelerator='zeta', devices=2)
     except LaunchError as error:
         return str(error)
     refused = ''
@@ -198,7 +177,7 @@ def without_launcher(drop=(), start_group=False):
         init_device(accelerator='cpu')
     except LaunchError as error:
         refused = str(error)
-    return found.kind, found.rank, names(found), told.getvalue(), refused
+    return found.kind, found.rank, names(found), told, refused
 
 
 #: What torchrun sets besides; without it above the process, its job has ended.
@@ -218,7 +197,7 @@ def test_a_job_that_may_be_running_is_not_left_alone(agent):
 def test_a_process_group_is_followed():
     for rank, found in enumerate(run_ranks(without_launcher, 2, (), True)):
         devices = [f'zeta:{2 * rank}', f'zeta:{2 * rank + 1}']
-        assert found[:4] == ('data_and_model_parallel', rank, devices, '')
+        assert found[:4] == ('data_and_model_parallel', rank, devices, [])
         assert f'is rank {rank} of a process group of 2; it would train alone' in found[4]
 
 
@@ -251,7 +230,7 @@ def test_a_live_launcher_is_followed(tmp_path, launcher):
     found = sorted(json.loads(path.read_text()) for path in tmp_path.glob('*.json'))
     assert len(found) == 2, done.stderr
     for rank, (kind, number, devices, told, refused) in enumerate(found):
-        assert (kind, number, told) == ('data_and_model_parallel', rank, '')
+        assert (kind, number, told) == ('data_and_model_parallel', rank, [])
         assert devices == [f'zeta:{2 * rank}', f'zeta:{2 * rank + 1}']
         assert 'runs this process as one of WORLD_SIZE=2; each of them would train' in refused
         assert 'Pass --launcher pytorch' in refused
@@ -266,7 +245,3 @@ def test_a_launcher_is_read():
     assert run_ranks(launched, 2) == [['zeta:0', 'zeta:1'], ['zeta:2', 'zeta:3']]
     with pytest.raises(RanksFailed, match='start fewer processes'):
         run_ranks(launched, 4, together=True)
-
-
-def test_devices_have_an_index():
-    assert resolve(True).devices[1] == torch.device('cuda', 1)

@@ -9,18 +9,14 @@ import torch
 
 from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
+from mmdevplug.errors import PlacementError
 from tests.columns import CUDA, within
 from tests.jobs import ROOT, install_card, largest_difference, load_file, log_of, messages_of
 from tests.parallel_jobs import STEPS, build, train
-from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 SEGMENTOR = pytest.param('segmentor', marks=pytest.mark.operators)
 KINDS = ['classifier', 'llama', 'tied_llama', SEGMENTOR]
-
-
-def in_one_process(kind, work_dir, counts, options):
-    install_card('zeta')
-    return [train(kind, 'zeta', f'{work_dir}/{count}', count, **options) for count in counts]
 
 
 def check_equal(one, found, tolerance=1e-6):
@@ -34,15 +30,17 @@ def check_equal(one, found, tolerance=1e-6):
 
 
 def compare(kind, work_dir, counts, **options):
-    """Train on one card and on several in one process, and compare losses and weights."""
-    ((one, *others),) = run_ranks(in_one_process, 0, kind, str(work_dir), (1, *counts), options)
-    for count, found in zip(counts, others):
+    """Train on one card and on several, and compare losses and weights."""
+    one = train(kind, 'zeta', work_dir / '1', **options)
+    for count in counts:
+        found = train(kind, 'zeta', work_dir / str(count), count, **options)
         assert len(found['devices']) == count
         check_equal(one, found)
     return one
 
 
 @pytest.mark.parametrize('kind', KINDS)
+@in_ranks()
 def test_weights_are_those_of_one_device(tmp_path, kind):
     assert compare(kind, tmp_path, (2, 3, 4))['iter'] == STEPS
 
@@ -62,7 +60,6 @@ FEATURES = dict(
 
 def train_all(work_dir):
     """Each feature on one card and on three."""
-    install_card('zeta')
     return {
         name: [
             train('classifier', 'zeta', f'{work_dir}/{name}_{count}', count, **options)
@@ -84,49 +81,32 @@ def test_features_across_devices(trained, feature):
 
 
 @pytest.mark.parametrize('strategy', ['auto', 'dynamic'])
+@in_ranks()
 def test_every_way_to_plan_trains(tmp_path, strategy):
     compare('llama', tmp_path, (3,), parallel=dict(strategy=strategy))
 
 
-def test_the_host_may_take_part(tmp_path):
-    limits = {'zeta:0': '4KB', 'zeta:1': '4KB'}
-    parallel = dict(exclude_cpu=False, max_memory=limits)
-    ((one, two),) = run_ranks(
-        in_one_process, 0, 'classifier', str(tmp_path), (1, 2), dict(parallel=parallel)
-    )
-    assert 'cpu' in two['devices']
-    assert largest_difference(one['weights'], two['weights']) <= 1e-6
-
-
-def train_beside_the_host(accelerator, work_dir):
-    """On one card, and on a card and the host."""
+@pytest.mark.parametrize('accelerator', ['zeta', CUDA])
+@in_ranks()
+def test_a_card_and_the_host(tmp_path, accelerator):
     limits = {f'{accelerator}:0': '4KB'}
     parallel = dict(devices=[f'{accelerator}:0', 'cpu'], exclude_cpu=False, max_memory=limits)
     with messages_of(logging.getLogger('accelerate')) as told:
-        one = train('classifier', accelerator, f'{work_dir}/one')
-        two = train('classifier', accelerator, f'{work_dir}/two', 2, parallel=parallel)
-    return one, two, told
-
-
-@pytest.mark.parametrize('accelerator', ['zeta', CUDA])
-def test_a_card_and_the_host(tmp_path, accelerator):
-    ((one, two, told),) = run_ranks(train_beside_the_host, 0, accelerator, str(tmp_path))
+        one = train('classifier', accelerator, tmp_path / 'one')
+        two = train('classifier', accelerator, tmp_path / 'two', 2, parallel=parallel)
     assert not [text for text in told if 'meta device' in text]  # nothing is
     assert two['devices'] == ['cpu', f'{accelerator}:0']
     assert largest_difference(one['weights'], two['weights']) <= within(accelerator, 1e-6)
 
 
+@in_ranks()
 def test_frozen_weights_are_kept_in_the_precision_that_is_computed_in(tmp_path):
-    options = dict(model__frozen=True)
-    ((one, _),) = run_ranks(in_one_process, 0, 'classifier', str(tmp_path / 'a'), (1, 2), options)
-    options['parallel'] = dict(precision='bf16')
-    ((_, half),) = run_ranks(in_one_process, 0, 'classifier', str(tmp_path / 'b'), (1, 2), options)
+    one = train('classifier', 'zeta', tmp_path / 'one', model__frozen=True)
+    options = dict(model__frozen=True, parallel=dict(precision='bf16'))
+    half = train('classifier', 'zeta', tmp_path / 'half', 2, **options)
     assert half['dtypes'] == [(False, 'torch.bfloat16'), (True, 'torch.float32')]
     assert half['losses'] == pytest.approx(one['losses'], rel=1e-2)
     assert half['losses'] != one['losses']
-
-
-# data parallel over groups of devices ------------------------------------------------------------
 
 
 @pytest.mark.parametrize('kind', ['llama', SEGMENTOR])
@@ -143,34 +123,23 @@ def test_two_ranks_of_two_devices_each_are_one_device_with_all_the_data(tmp_path
     assert largest_difference(found[0]['weights'], found[1]['weights']) == 0
 
 
-# checkpoints -------------------------------------------------------------------------------------
-
-
-def train_and_resume(work_dir, before, after, options):
-    """Train half of the way on some devices, and go on on others."""
-    install_card('zeta')
-    half = dict(options, train_cfg__max_iters=STEPS // 2)
-    half['default_hooks__checkpoint__interval'] = STEPS // 2
-    whole = train('classifier', 'zeta', f'{work_dir}/whole', before, **options)
-    train('classifier', 'zeta', f'{work_dir}/cut', before, **half)
-    resumed = train('classifier', 'zeta', f'{work_dir}/cut', after, resume=True, **options)
-    checkpoint = load_file(f'{work_dir}/cut/iter_{STEPS // 2}.pth')
-    devices = {value.device.type for value in checkpoint['state_dict'].values()}
-    names = sorted(checkpoint['state_dict'])
-    return whole['weights'], resumed['weights'], devices, names, resumed['iter']
-
-
 @pytest.mark.parametrize(
     ('before', 'after', 'dropout'), [(3, 2, 0.0), (1, 4, 0.0), (4, 1, 0.0), (2, 2, 0.3)]
 )
+@in_ranks()
 def test_checkpoints_know_no_devices(tmp_path, before, after, dropout):
-    ((whole, resumed, devices, names, iters),) = run_ranks(
-        train_and_resume, 0, str(tmp_path), before, after, dict(model__dropout=dropout)
-    )
-    assert iters == STEPS
-    assert devices == {'cpu'}
-    assert names == sorted(whole)
-    assert largest_difference(whole, resumed) <= 1e-6
+    """Train half of the way on some devices, and go on on others."""
+    options = dict(model__dropout=dropout)
+    half = dict(options, train_cfg__max_iters=STEPS // 2)
+    half['default_hooks__checkpoint__interval'] = STEPS // 2
+    whole = train('classifier', 'zeta', tmp_path / 'whole', before, **options)
+    train('classifier', 'zeta', tmp_path / 'cut', before, **half)
+    resumed = train('classifier', 'zeta', tmp_path / 'cut', after, resume=True, **options)
+    state_dict = load_file(str(tmp_path / f'cut/iter_{STEPS // 2}.pth'))['state_dict']
+    assert resumed['iter'] == STEPS
+    assert {value.device.type for value in state_dict.values()} == {'cpu'}
+    assert sorted(state_dict) == sorted(whole['weights'])
+    assert largest_difference(whole['weights'], resumed['weights']) <= 1e-6
 
 
 # what the log and the runner say -----------------------------------------------------------------
@@ -186,8 +155,9 @@ def logged(work_dir, parallel, memory=None):
     return log_of(work_dir), [str(device) for device in runner.device_context.devices]
 
 
+@in_ranks()
 def test_the_strategy_is_logged_once_with_its_plan(tmp_path):
-    ((log, devices),) = run_ranks(logged, 0, str(tmp_path), dict(enable=True, devices=2))
+    log, devices = logged(tmp_path, dict(enable=True, devices=2))
     assert devices == ['zeta:0', 'zeta:1']
     assert log.count('Training strategy') == 1
     assert 'model_parallel' in log
@@ -195,9 +165,10 @@ def test_the_strategy_is_logged_once_with_its_plan(tmp_path):
     assert 'is uneven' not in log
 
 
+@in_ranks()
 def test_an_uneven_plan_is_warned_of_once(tmp_path):
     whole = dict(enable=True, devices=2, no_split=['blocks'])
-    ((log, _),) = run_ranks(logged, 0, str(tmp_path), whole)
+    log, _ = logged(tmp_path, whole)
     told = re.findall(r'WARNING - (The plan of SpreadClassifier is uneven: .*)', log)
     assert len(told) == 1
     assert 'blocks of' in told[0]
@@ -211,22 +182,18 @@ def test_an_uneven_plan_is_warned_of_once(tmp_path):
         (None, 4, 'not known'),
     ],
 )
+@in_ranks()
 def test_none_depends_on_what_training_needs(tmp_path, memory, count, words):
-    ((log, devices),) = run_ranks(logged, 0, str(tmp_path), dict(enable=None), memory)
+    log, devices = logged(tmp_path, dict(enable=None), memory)
     assert len(devices) == count
     assert words in log
 
 
+@in_ranks()
 def test_none_takes_one_device_where_the_model_has_too_few_parts(tmp_path):
-    ((log, devices),) = run_ranks(
-        logged, 0, str(tmp_path), dict(enable=None, no_split=['SpreadClassifier'])
-    )
+    log, devices = logged(tmp_path, dict(enable=None, no_split=['SpreadClassifier']))
     assert devices == ['zeta:0']
     assert 'cannot be spread: 1 blocks for 4 devices' in log
-
-
-def refused(work_dir, parallel):
-    build('classifier', 'zeta', work_dir, model_parallel=parallel)
 
 
 @pytest.mark.parametrize(
@@ -244,25 +211,21 @@ def refused(work_dir, parallel):
         ),
     ],
 )
+@in_ranks()
 def test_what_cannot_be_is_refused_before_the_model_is_built(tmp_path, parallel, words):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(refused, 0, str(tmp_path), parallel)
-    kind, message, trace = raised.value.errors[0]
-    assert kind == 'PlacementError'
-    assert words in message
-    assert 'build_model' not in trace
+    with pytest.raises(PlacementError) as raised:
+        build('classifier', 'zeta', tmp_path, model_parallel=parallel)
+    assert words in str(raised.value)
+    assert 'build_model' not in [entry.name for entry in raised.traceback]
 
 
+@in_ranks(3, together=True)
 def test_all_ranks_refuse_together(tmp_path):
-    errors = errors_of_ranks(
-        refused, 3, str(tmp_path), dict(enable=True, devices=2), together=True
-    )
-    for kind, message in errors.values():
-        assert kind == 'PlacementError'
-        assert '3 process(es) on this host with 2 device(s) each need 6' in message
+    parallel = dict(enable=True, devices=2)
+    expected = re.escape('3 process(es) on this host with 2 device(s) each need 6')
+    with pytest.raises(PlacementError, match=expected):
+        build('classifier', 'zeta', tmp_path, model_parallel=parallel)
 
-
-# the command line and the doctor -----------------------------------------------------------------
 
 DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
 

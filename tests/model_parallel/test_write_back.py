@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from mmdevplug.device_guard import DeviceGuard
+from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import dispatch, plan
-from tests.jobs import install_card, need_card
-from tests.ranks import RanksFailed, run_ranks
+from tests.jobs import install_card
+from tests.ranks import in_ranks
 
 pytest.importorskip('accelerate', reason='needs HF accelerate')
 
@@ -82,30 +83,25 @@ def written(devices, copied):
 
 
 @pytest.mark.parametrize('copied', [False, True])
+@in_ranks()
 def test_what_layers_write_is_what_one_device_writes(copied):
-    need_card()
-    expected = written(None, False)
+    found, expected = written('zeta:0-2', copied), written(None, False)
     assert expected[0][3] == [6.0, 6.0]
-    (found,) = run_ranks(written, 0, 'zeta:0-2', copied)
     for step, other in zip(found[:3], expected):
         assert step[1:6] == other[1:6]
         torch.testing.assert_close((step[0], *step[6:]), (other[0], *other[6:]))
     torch.testing.assert_close(found[3], expected[3])
 
 
-def replace_a_layer(there):
+@in_ranks()
+def test_a_layer_that_was_replaced_is_named():
     install_card('zeta')
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     dispatch(model, plan(model, 'zeta:0-2', training=True))
     model[4] = nn.Linear(8, 8)
-    if there:
-        model[4].to(model.device_plan.device_of('4.weight'))
+    words = '4 of Sequential is another module than at dispatch'
+    with pytest.raises(PlacementError, match=words):
+        DeviceGuard('move', model=model).__enter__()
+    model[4].to(model.device_plan.device_of('4.weight'))
     with DeviceGuard('move', model=model):
-        return model(torch.ones(1, 8)).device.type
-
-
-def test_a_layer_that_was_replaced_is_named():
-    need_card()
-    with pytest.raises(RanksFailed, match='4 of Sequential is another module than at dispatch'):
-        run_ranks(replace_a_layer, 0, False)
-    assert run_ranks(replace_a_layer, 0, True) == ['cpu']  # where its input was
+        assert model(torch.ones(1, 8)).device.type == 'cpu'  # where its input was

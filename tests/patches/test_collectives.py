@@ -1,87 +1,64 @@
 """Collectives that models call by themselves, on devices whose tensors gloo refuses."""
 
+import math
 import warnings
 
 import pytest
 import torch
 import torch.distributed.nn
+from mmengine import dist
 from torch import distributed as torch_dist
 
-from tests.jobs import install_card, need_card, start, torch_before
-from tests.ranks import run_ranks
+from mmdevplug import DeviceDistributedDataParallel, init_device
+from mmdevplug.patches.barrier import restore_barrier
+from tests.columns import XLA
+from tests.jobs import install_card, start, torch_before
+from tests.ranks import in_ranks, run_ranks
 
 
-def call_all(accelerator):
-    """What a model may call, with tensors of the device; the results as lists."""
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', XLA])
+@in_ranks(2)
+def test_collectives_of_models(accelerator):
+    """What a model may call, with tensors of the device."""
     context = start(accelerator)
     rank, device = context.env.rank, context.device
-    found = {}
 
     def mine(*shape):
         return torch.full(shape or (2,), rank + 1.0).to(device)
 
-    def note(name, *tensors):
-        assert all(tensor.device == device for tensor in tensors), name
-        found[name] = [tensor.detach().cpu().tolist() for tensor in tensors]
+    def check(tensor, expected):
+        assert tensor.device == device
+        assert tensor.detach().cpu().tolist() == expected
 
     tensor = mine()
     assert torch_dist.all_reduce(tensor) is None
-    note('all_reduce', tensor)
+    check(tensor, [3.0, 3.0])
     tensor = mine()
     torch_dist.all_reduce(tensor, op=torch_dist.ReduceOp.MAX)
-    note('largest', tensor)
+    check(tensor, [2.0, 2.0])
     tensor = mine()
     work = torch_dist.all_reduce(tensor, async_op=True)
     work.wait()
     assert work.is_completed()
-    note('later', tensor)
+    check(tensor, [3.0, 3.0])
     tensor = mine()
     torch_dist.broadcast(tensor, 1)
-    note('broadcast', tensor)
+    check(tensor, [2.0, 2.0])
     # As contrastive models gather features that backward goes through.
     feature = (mine(1, 2).requires_grad_() * 2).exp()
     parts = [torch.zeros(1, 2).to(device) for _ in range(2)]
     torch_dist.all_gather(tensor_list=parts, tensor=feature)
-    note('all_gather', *parts)
+    for number, part in enumerate(parts, 1):
+        check(part, [[pytest.approx(math.exp(2 * number))] * 2])
     feature.sum().backward()
     if not torch_before('2.0.0'):
         output = torch.zeros(2, 2).to(device)
         torch_dist.all_gather_into_tensor(output, mine(1, 2))
-        note('all_gather_into_tensor', output)
+        check(output, [[1.0, 1.0], [2.0, 2.0]])
     # On the host as before, also in one call with others.
     tensor = torch.ones(1)
     torch_dist.all_reduce(tensor)
-    found['host'] = tensor.tolist()
-    return found
-
-
-def check(accelerator):
-    first, second = (2.0 * torch.tensor([1.0, 2.0])).exp().tolist()
-    environ = dict(CPU_NUM_DEVICES='2') if accelerator == 'xla' else {}
-    for found in run_ranks(call_all, 2, accelerator, environ=environ):
-        assert found.pop('all_gather') == [
-            [[pytest.approx(first)] * 2],
-            [[pytest.approx(second)] * 2],
-        ]
-        gathered = found.pop('all_gather_into_tensor', None)
-        assert gathered in (None, [[[1.0, 1.0], [2.0, 2.0]]])
-        assert found == dict(
-            all_reduce=[[3.0, 3.0]],
-            largest=[[2.0, 2.0]],
-            later=[[3.0, 3.0]],
-            broadcast=[[2.0, 2.0]],
-            host=[2.0],
-        )
-
-
-@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
-def test_collectives_of_models(accelerator):
-    check(accelerator)
-
-
-@pytest.mark.xla
-def test_collectives_of_models_on_torch_xla():
-    check('xla')
+    assert tensor.tolist() == [2.0]
 
 
 # in three ranks, compared with the CPU -----------------------------------------------------------
@@ -222,13 +199,9 @@ def test_backward_goes_through_collectives():
         assert gathered == contents(torch.tensor([2.0, 4.0, 6.0]), torch.tensor([12.0]))
 
 
-def wait_and_train():
+@in_ranks(2, environ=dict(FAKECARD_VARIANT='plain'))
+def test_a_card_that_pytorch_does_not_know_as_its_accelerator_can_wait():
     """Barriers and a step on a card of which PyTorch cannot tell that it is the accelerator."""
-    from mmengine import dist
-
-    from mmdevplug import DeviceDistributedDataParallel, init_device
-    from mmdevplug.patches.barrier import restore_barrier
-
     install_card('zeta')
     original = torch_dist.barrier
     config = dict(type='zeta', device_count=4)
@@ -238,19 +211,12 @@ def wait_and_train():
     torch_dist.barrier(async_op=True).wait()
     model = DeviceDistributedDataParallel(torch.nn.Linear(3, 1))
     model(torch.ones(2, 3).to(context.device)).sum().backward()
+    assert model.module.weight.grad.cpu().tolist() == [[2.0, 2.0, 2.0]]
     gathered = dist.collect_results([context.env.rank], 2, device='cpu')
+    assert gathered == (None if context.env.rank else [0, 1])
     torch_dist.barrier(torch_dist.new_group([0]))  # which the other rank is not in
     told = context.describe()
-    restore_barrier()
-    assert torch_dist.barrier is original
-    return model.module.weight.grad.cpu().tolist(), gathered, told
-
-
-def test_a_card_that_pytorch_does_not_know_as_its_accelerator_can_wait():
-    need_card()
-    environ = dict(FAKECARD_VARIANT='plain')
-    (first, gathered, told), (second, _, _) = run_ranks(wait_and_train, 2, environ=environ)
-    assert first == second == [[2.0, 2.0, 2.0]]
-    assert gathered == [0, 1]
     assert 'torch.zeta does not offer: ' in told
     assert 'get_rng_state (a resumed run draws other random numbers)' in told
+    restore_barrier()
+    assert torch_dist.barrier is original

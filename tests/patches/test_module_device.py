@@ -10,8 +10,12 @@ from mmengine.model import BaseModel
 from mmengine.runner.amp import autocast
 from torch import nn
 
+from mmdevplug import init_device
+from mmdevplug.model.place_model import place_model
+from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
+from tests.columns import XLA
 from tests.jobs import install_card
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 OWNER = 'mmagic.models.utils.model_utils'
 
@@ -38,14 +42,12 @@ class Generator(BaseModel):
         return self.net(torch.ones(2, 4, device=get_module_device(self)))
 
 
-def generate(accelerator):
-    from mmdevplug import init_device
-    from mmdevplug.model.place_model import place_model
-    from mmdevplug.patches.mmengine import restore_mmengine
-
+@pytest.mark.parametrize('accelerator', ['zeta', XLA])
+@in_ranks()
+def test_noise_is_made_on_the_device_of_the_module(accelerator):
     install_card(accelerator)
     owner = sys.modules[OWNER] = ModuleType(OWNER)
-    owner.get_module_device = get_module_device
+    owner.get_module_device = original = get_module_device
     context = init_device('none', accelerator)
     for _ in range(2):
         image = place_model(Generator(), context)()
@@ -54,18 +56,19 @@ def generate(accelerator):
         owner.get_module_device(nn.ReLU())
     replaced = owner.get_module_device
     restore_mmengine()
-    assert owner.get_module_device is globals()['get_module_device'] is not replaced
+    assert owner.get_module_device is original is not replaced
 
 
-@pytest.mark.parametrize('accelerator', ['zeta', pytest.param('xla', marks=pytest.mark.xla)])
-def test_noise_is_made_on_the_device_of_the_module(accelerator):
-    run_ranks(generate, 0, accelerator)
+#: Where CUDA is there, it stays as it is.
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason='CUDA is there')
+each = pytest.mark.parametrize('accelerator', ['cpu', 'zeta', XLA])
 
 
-def ask_for_cuda(accelerator):
+@without_cuda
+@each
+@in_ranks()
+def test_a_call_of_cuda_moves_to_the_device_of_this_process(accelerator):
     """Models, losses and metrics that call ``.cuda()``, as some of mmagic and mmrotate do."""
-    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
-
     install_card(accelerator)
     patch_mmengine(accelerator)
     here = torch.ones(2).to(accelerator)
@@ -85,14 +88,6 @@ def ask_for_cuda(accelerator):
 
 def has_kernel(tensor):
     return tensor.is_cuda and torch.cuda.is_available()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason='CUDA is there, and stays as it is')
-@pytest.mark.parametrize(
-    'accelerator', ['cpu', 'zeta', pytest.param('xla', marks=pytest.mark.xla)]
-)
-def test_a_call_of_cuda_moves_to_the_device_of_this_process(accelerator):
-    run_ranks(ask_for_cuda, 0, accelerator)
 
 
 def dtype_of(layer, inputs):
@@ -121,10 +116,11 @@ if hasattr(torch, 'get_autocast_dtype'):
     InFloat32.forward = torch.cuda.amp.custom_fwd(InFloat32.forward, cast_inputs=torch.float32)
 
 
-def cast_by_cuda(accelerator):
+@without_cuda
+@each
+@in_ranks()
+def test_autocast_of_cuda_is_that_of_the_device(accelerator):
     """What dtypes a model computes in that turns mixed precision off and on by CUDA's names."""
-    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
-
     install_card(accelerator)
     before = decorate()
     patch_mmengine(accelerator)
@@ -150,15 +146,6 @@ def cast_by_cuda(accelerator):
     restore_mmengine()
     assert torch.autocast.__init__.__code__.co_filename.endswith('autocast_mode.py')
     assert torch.autocast.__enter__.__code__.co_filename.endswith('autocast_mode.py')
-    return found
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason='CUDA is there, and stays as it is')
-@pytest.mark.parametrize(
-    'accelerator', ['cpu', 'zeta', pytest.param('xla', marks=pytest.mark.xla)]
-)
-def test_autocast_of_cuda_is_that_of_the_device(accelerator):
-    (found,) = run_ranks(cast_by_cuda, 0, accelerator)
     assert found[::5] == [torch.bfloat16] * 2
     assert found[1:5:2] == [torch.float32] * 2
     if accelerator != 'cpu':  # where PyTorch says that there is no CUDA

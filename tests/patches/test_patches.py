@@ -10,9 +10,17 @@ from contextlib import suppress
 
 import pytest
 import torch
-from mmengine.registry import DefaultScope, Registry
+from mmengine.hooks import Hook
+from mmengine.logging import logger
+from mmengine.registry import HOOKS, DefaultScope, Registry
+from mmengine.runner.amp import autocast
 from torch import distributed as torch_dist
 
+from mmdevplug.patches.barrier import restore_barrier
+from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
+from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
+from mmdevplug.patches.mmseg import patch_accuracy
+from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils import patching
 from mmdevplug.utils.patching import (
     JOB,
@@ -25,8 +33,8 @@ from mmdevplug.utils.patching import (
 )
 from tests.columns import job_of
 from tests.commands import python
-from tests.jobs import ROOT, train_digits
-from tests.ranks import run_ranks
+from tests.jobs import ROOT, install_card, train_digits
+from tests.ranks import in_ranks, run_ranks
 
 
 def _load_page():
@@ -59,8 +67,6 @@ def package_of(name):
 
 def snapshot():
     """All attributes of loaded modules of the packages and of their classes."""
-    from mmengine.runner.amp import autocast
-
     found = {}
     for name, module in list(sys.modules.items()):
         if package_of(name) not in PACKAGES or not isinstance(module, types.ModuleType):
@@ -104,14 +110,6 @@ def recorded():
 
 def watch_job(accelerator, folder):
     """What jobs in one process change: before, in the middle, at the end, after restoring."""
-    from mmengine.hooks import Hook
-    from mmengine.registry import HOOKS
-
-    from mmdevplug.patches.barrier import restore_barrier
-    from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
-    from mmdevplug.patches.mmengine import restore_mmengine
-    from tests.jobs import install_card
-
     with suppress(ImportError):  # mmcv-lite
         import mmcv.ops  # noqa: F401
     install_card(accelerator)
@@ -204,10 +202,13 @@ def expected_of(accelerator, ranks):
     return found
 
 
-def check_job(accelerator, ranks, folder):
-    options = job_of(accelerator, ranks) if accelerator == 'xla' else {}
-    number = ranks if ranks > 1 else 0
-    for found in run_ranks(watch_job, number, accelerator, folder, **options):
+@pytest.mark.parametrize(
+    ('accelerator', 'ranks'),
+    [('cpu', 0), ('zeta', 0), ('zeta', 2), pytest.param('xla', 0, marks=pytest.mark.xla)],
+)
+def test_a_job_changes_what_the_list_says_and_all_of_it_is_restored(accelerator, ranks, tmp_path):
+    job = job_of(accelerator, ranks)
+    for found in run_ranks(watch_job, ranks, accelerator, tmp_path, **job):
         assert found['during'] == found['after'] == found['again'] == found['recorded']
         # PyTorch 1.10 has it elsewhere.
         listed = {each.replace('torch.autocast', 'torch.amp.autocast') for each in found['listed']}
@@ -215,22 +216,7 @@ def check_job(accelerator, ranks, folder):
         assert found['left'] == found['active'] == set()
 
 
-@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 1), ('zeta', 1), ('zeta', 2)])
-def test_a_job_changes_what_the_list_says_and_all_of_it_is_restored(accelerator, ranks, tmp_path):
-    check_job(accelerator, ranks, tmp_path)
-
-
-@pytest.mark.xla
-def test_a_job_on_torch_xla_changes_what_the_list_says(tmp_path):
-    check_job('xla', 1, tmp_path)
-
-
 def test_autocast_is_restored_and_patched_anew():
-    from mmengine.runner.amp import autocast
-
-    from mmdevplug import patch_mmengine
-    from mmdevplug.patches.mmengine import restore_mmengine
-
     restore_mmengine()
     original = autocast.__wrapped__.__code__
     for _ in range(2):
@@ -240,21 +226,13 @@ def test_autocast_is_restored_and_patched_anew():
         assert autocast.__wrapped__.__code__ is original
 
 
-def device_id_without_a_runner():
-    from mmengine.logging import logger
-
-    from mmdevplug.patches.mmengine import patch_mmengine
-    from tests.jobs import install_card
-
+@in_ranks(2)
+def test_log_files_have_mmengines_device_without_a_runner():
     install_card('zeta')
     before = logger._get_device_id()
     patch_mmengine('zeta')
     torch_dist.init_process_group('gloo')
-    return before, logger._get_device_id()
-
-
-def test_log_files_have_mmengines_device_without_a_runner():
-    assert run_ranks(device_id_without_a_runner, 2) == [(0, 0), (1, 1)]
+    assert before == logger._get_device_id() == torch_dist.get_rank()
 
 
 SHARED_GPU = """
@@ -304,8 +282,6 @@ def test_no_period_restores_nothing_and_a_period_its_own_patches():
 
 
 def test_a_context_is_recorded_until_it_ends():
-    from mmdevplug.patches.torch_load import safe_loading
-
     with safe_loading('x'):
         assert 'torch.load' in list(map(str, active_patches()))
     assert 'torch.load' not in list(map(str, active_patches()))
@@ -315,9 +291,6 @@ def test_a_context_is_recorded_until_it_ends():
 def test_accuracy_is_recorded_where_it_was_imported():
     pytest.importorskip('mmseg')
     from mmseg.models.decode_heads import FCNHead
-
-    from mmdevplug.patches.mmengine import restore_mmengine
-    from mmdevplug.patches.mmseg import patch_accuracy
 
     # A runner of an earlier test in this process may have left its own.
     with DefaultScope.overwrite_default_scope('mmseg'):
@@ -349,9 +322,7 @@ def with_marks(symbol):
 
 @pytest.mark.parametrize('symbol', map(with_marks, PATCHED_SYMBOLS))
 def test_what_is_listed_exists(symbol):
-    if package_of(symbol.owner) in ('mmcv', 'mmdet', 'mmseg'):
-        pytest.importorskip(package_of(symbol.owner))
-    if package_of(symbol.owner) in ('mmagic', 'mmgen', 'mmrazor'):
+    if package_of(symbol.owner) in ('mmcv', 'mmdet', 'mmseg', 'mmagic', 'mmgen', 'mmrazor'):
         pytest.importorskip(package_of(symbol.owner))
     if 'subprocess_handler' in symbol.owner:  # elsewhere before PyTorch 2.3
         pytest.importorskip('torch.distributed.elastic.multiprocessing.subprocess_handler')

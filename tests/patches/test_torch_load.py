@@ -3,6 +3,7 @@
 import pickle
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import numpy as np
@@ -12,7 +13,12 @@ from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader
 from torch import nn
 
+from mmdevplug import patch_mmengine
+from mmdevplug.accelerators import get_accelerator
+from mmdevplug.distributed.process_group import start_distributed
 from mmdevplug.errors import CheckpointError
+from mmdevplug.model.place_model import initialize_weights
+from mmdevplug.patches.mmengine import restore_mmengine
 from mmdevplug.patches.torch_load import safe_loading
 from tests.jobs import load_file, torch_before
 
@@ -55,16 +61,11 @@ def test_every_argument_arrives(files):
     assert others[2][0][:2] == (files['plain'], 'meta')
 
 
-def test_bytes_of_python_2_are_decoded_as_asked(tmp_path):
-    # A string of Python 2 with a byte that is no UTF-8: readable with the encoding alone.
-    path = tmp_path / 'python2.pth'
-    _write_python_2(path)
-    with safe_loading('x', forced=False):
-        assert torch.load(str(path), encoding='latin1')['name'] == 'caf\xe9'
-
-
 def _write_python_2(path):
-    """A checkpoint in PyTorch's old format, with a string as Python 2 pickled it."""
+    """A checkpoint in PyTorch's old format, with a string as Python 2 pickled it.
+
+    It has a byte that is no UTF-8, and is readable with the encoding alone.
+    """
     pickled = b'\x80\x02}q\x00X\x04\x00\x00\x00nameq\x01U\x04caf\xe9q\x02s.'
     magic, version = 0x1950A86A20F9469CFC6C, 1001
     with open(path, 'wb') as file:
@@ -100,64 +101,48 @@ def test_an_error_of_the_models_own_is_left_alone(files):
 def test_threads_and_contexts_that_overlap(files):
     """The first to begin ends first, and a thread that asked for nothing loads meanwhile."""
     steps = [threading.Event() for _ in range(3)]
-    found, errors = {}, []
 
     def first():
         with safe_loading('first', forced=False):
-            found['first'] = torch.load(files['buffer'])
+            found = torch.load(files['buffer'])
             steps[0].set()
             steps[1].wait(30)
         steps[2].set()
+        return found['log']
 
     def second():
         steps[0].wait(30)
         with safe_loading('second', forced=False):
             steps[1].set()
             steps[2].wait(30)
-            found['second'] = torch.load(files['buffer'])
+            return torch.load(files['buffer'])['log']
 
     def stranger():
         steps[0].wait(30)
-        found['stranger'] = load_file(files['unknown'])
+        return load_file(files['unknown'])['what']
 
-    def run(function):
-        try:
-            function()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(each,)) for each in (first, second, stranger)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors
-    assert isinstance(found['first']['log'], HistoryBuffer)
-    assert isinstance(found['second']['log'], HistoryBuffer)
-    assert isinstance(found['stranger']['what'], Unknown)
+    found = in_threads(first, second, stranger)
+    assert list(map(type, found)) == [HistoryBuffer, HistoryBuffer, Unknown]
     assert torch.load is _ORIGINAL
 
 
+def in_threads(*functions):
+    """What functions return that run at once."""
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return [each.result(60) for each in [pool.submit(function) for function in functions]]
+
+
 def test_many_threads_load_at_once(files):
-    errors = []
+    def load():
+        for _ in range(20):
+            with safe_loading('x', forced=False):
+                assert 'log' in torch.load(files['buffer'])
 
-    def load(unsafe):
-        try:
-            for _ in range(20):
-                if unsafe:
-                    assert 'what' in _ORIGINAL(files['unknown'], 'cpu', pickle)
-                else:
-                    with safe_loading('x', forced=False):
-                        assert 'log' in torch.load(files['buffer'])
-        except Exception as error:
-            errors.append(error)
+    def load_unsafe():
+        for _ in range(20):
+            assert 'what' in _ORIGINAL(files['unknown'], 'cpu', pickle)
 
-    threads = [threading.Thread(target=load, args=(index % 3 == 0,)) for index in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not errors
+    in_threads(*[load_unsafe, load, load] * 2)
 
 
 def test_classes_that_the_user_allowed_stay_allowed(files):
@@ -174,9 +159,6 @@ def test_classes_that_the_user_allowed_stay_allowed(files):
 
 
 def test_registered_schemes_are_safe_until_they_are_restored(files):
-    from mmdevplug import patch_mmengine
-    from mmdevplug.patches.mmengine import restore_mmengine
-
     restore_mmengine()  # another test in this process may have left it patched
     before = dict(CheckpointLoader._schemes)
 
@@ -199,10 +181,6 @@ def test_registered_schemes_are_safe_until_they_are_restored(files):
 
 def test_a_models_own_initialization(files, tmp_path):
     """As a runner calls it: its loads keep their arguments, in its own threads too."""
-    from mmdevplug.accelerators import get_accelerator
-    from mmdevplug.distributed.process_group import start_distributed
-    from mmdevplug.model.place_model import initialize_weights
-
     python_2 = tmp_path / 'python2.pth'
     _write_python_2(python_2)
 

@@ -5,7 +5,12 @@ import os
 
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import distributed as torch_dist
 
+from mmdevplug.distributed.byte_exchange import gather_json
+from mmdevplug.errors import SampleError
+from mmdevplug.samples import balance_samples, gather_samples, stack_samples
+from mmdevplug.utils.pytree import tensors_in
 from tests.jobs import start
 
 from .values import Answer, Rollout, bits, pools
@@ -22,8 +27,6 @@ IN_STEP = dict(
 
 def all_agree(truth, group=None):
     """Whether something is true of all ranks; so all of them go on, or fail, together."""
-    from torch import distributed as torch_dist
-
     agreed = torch.tensor([int(truth)])
     torch_dist.all_reduce(agreed, op=torch_dist.ReduceOp.MIN, group=group)
     return bool(agreed)
@@ -35,8 +38,6 @@ def fingerprint(samples):
 
 def batch_of(function):
     """The bits of a batch, or why there is none; None for an error of PyTorch."""
-    from mmdevplug.errors import SampleError
-
     try:
         return bits(function())
     except SampleError as error:
@@ -47,8 +48,6 @@ def batch_of(function):
 
 def exchange_in_groups(largest, examples):
     """Check the properties of pools in groups of 1 to ``largest`` ranks."""
-    from torch import distributed as torch_dist
-
     context = start()
     checked = {}
     for size in range(1, largest + 1):
@@ -65,9 +64,6 @@ def exchange_in_groups(largest, examples):
 
 def check_properties(rank, size, group, examples):
     """Pool and slices of any samples, however they are spread over ranks."""
-    from mmdevplug.distributed.byte_exchange import gather_json
-    from mmdevplug.samples import balance_samples, gather_samples, stack_samples
-
     seen = []
 
     @settings(max_examples=examples, **IN_STEP)
@@ -124,14 +120,7 @@ def sample_of(rank, number, device):
 
 
 def exchange_on(accelerator, per_rank):
-    """Exchange samples that lie on this rank's device.
-
-    Returns:
-        dict: The devices of what arrived, and whether all of it is what it should be.
-    """
-    from mmdevplug.samples import balance_samples, gather_samples, stack_samples
-    from mmdevplug.utils.pytree import tensors_in
-
+    """Exchange samples that lie on this rank's device, and tell where and whether all arrived."""
     context = start(accelerator)
     rank, size = context.env.rank, context.env.world_size
     held = [[sample_of(r, n, 'cpu') for n in range(per_rank[r])] for r in range(size)]

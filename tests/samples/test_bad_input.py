@@ -4,14 +4,14 @@ import threading
 
 import pytest
 import torch
+from torch import distributed as torch_dist
 
+from mmdevplug import samples as exchanges
 from tests.jobs import start
 from tests.ranks import run_ranks
 
 
 def exchange(name, samples, group=None, **options):
-    from mmdevplug import samples as exchanges
-
     return getattr(exchanges, name)(samples, group=group, **options)
 
 
@@ -49,13 +49,7 @@ FITTING = [
 
 
 def refusals(name):
-    """Every kind of bad input in turn, in the same processes.
-
-    Returns:
-        dict: For each case the type and the text of the error.
-    """
-    from torch import distributed as torch_dist
-
+    """Exchange every kind of bad input in turn; return type and text of each error."""
     context = start()
     rank = context.env.rank
     pair = torch_dist.new_group([0, 1])

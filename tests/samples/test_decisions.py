@@ -212,18 +212,31 @@ def test_arguments_that_do_not_work(options, told):
         DynamicSampler(**dict(arguments, **options))
 
 
+def stop(*_):
+    raise StopIteration
+
+
 @pytest.mark.parametrize(
-    ('samples', 'told'),
+    ('function', 'does', 'told'),
     [
-        (dict(x=torch.ones(4)), 'returned a dict; expected a list of samples'),
-        (None, 'returned a NoneType'),
-        ([1, 2, 3], 'returned 3 samples, which is no multiple of per_group=2'),
+        ('generate', lambda: dict(x=1), 'returned a dict; expected a list of samples'),
+        ('generate', lambda: None, 'returned a NoneType'),
+        ('generate', lambda: [1, 2, 3], 'returned 3 samples, which is no multiple of per_group=2'),
+        ('is_valid', lambda group: None, 'returned None (NoneType) for group 0'),
+        ('is_valid', lambda group: 1, 'returned 1 (int)'),
+        ('is_valid', lambda group: torch.tensor([True, False]), 'returned values of shape (2,)'),
+        ('is_valid', lambda group: torch.tensor(0.5), 'dtype torch.float32'),
+        ('is_valid', lambda group: 'no', "returned 'no' (str)"),
+        ('is_valid', stop, 'raised StopIteration'),  # which is no end of the data
+        ('collate', stop, 'collate() raised StopIteration'),
+        ('collate', lambda samples: None, 'collate() returned None; expected a batch'),
     ],
 )
-def test_what_generate_must_not_return(samples, told):
-    sampler = DynamicSampler(lambda: samples, lambda group: True, 2, per_group=2)
+def test_what_functions_must_not_do(function, does, told):
+    functions = dict(generate=lambda: [1, 2], is_valid=lambda group: True)
+    functions[function] = does
     with pytest.raises(SampleError, match=re.escape(told)):
-        next(sampler)
+        next(DynamicSampler(target=2, per_group=2, **functions))
 
 
 @pytest.mark.parametrize(
@@ -231,32 +244,6 @@ def test_what_generate_must_not_return(samples, told):
 )
 def test_what_is_valid_may_return(found):
     assert next(DynamicSampler(lambda: [1, 2], lambda sample: found, 2)).tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ('found', 'told'),
-    [
-        (None, 'returned None (NoneType) for group 0'),
-        (1, 'returned 1 (int)'),
-        (torch.tensor([True, False]), 'returned values of shape (2,)'),
-        (torch.tensor(0.5), 'dtype torch.float32'),
-        ('no', "returned 'no' (str)"),
-    ],
-)
-def test_what_is_valid_must_not_return(found, told):
-    with pytest.raises(SampleError, match=re.escape(told)):
-        next(DynamicSampler(lambda: [1, 2], lambda sample: found, 2))
-
-
-def test_a_stop_of_is_valid_is_no_end_of_the_data():
-    def is_valid(sample):
-        raise StopIteration
-
-    with pytest.raises(SampleError, match='raised StopIteration'):
-        list(DynamicSampler(lambda: [1, 2], is_valid, 2))
-
-
-# telling ---------------------------------------------------------------------------------------
 
 
 def test_rounds_are_logged_every_few_pools(log, monkeypatch):
@@ -350,18 +337,6 @@ def test_samples_may_stay_a_list_or_must_be_stacked():
     stacked = DynamicSampler(lambda: RAGGED, lambda sample: True, 4, collate='stack')
     with pytest.raises(SampleError, match=r"\['prompt_ids'\]: sample 1 has 2 items.*collate=None"):
         next(stacked)
-
-
-@pytest.mark.parametrize(
-    ('collate', 'told'),
-    [
-        (lambda samples: next(iter(())), 'collate() raised StopIteration'),
-        (lambda samples: None, 'collate() returned None; expected a batch'),
-    ],
-)
-def test_what_collate_must_not_do(collate, told):
-    with pytest.raises(SampleError, match=re.escape(told)):
-        list(DynamicSampler(lambda: [1, 2], lambda sample: True, 2, collate=collate))
 
 
 @pytest.mark.parametrize('value', [2**70, np.array(['a', 'b']), np.str_('a')])

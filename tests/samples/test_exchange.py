@@ -1,9 +1,13 @@
 """Pools and slices over real gloo process groups."""
 
 import pytest
+from torch import distributed as torch_dist
 
+from mmdevplug.errors import SampleError
+from mmdevplug.samples import gather_samples
 from tests.columns import NATIVE, device_of, job_of
-from tests.ranks import run_ranks
+from tests.jobs import start
+from tests.ranks import in_ranks, run_ranks
 
 from .jobs import exchange_in_groups, exchange_on
 
@@ -47,3 +51,21 @@ def check_found(found, rank, per_rank):
     assert found['batch'] == [
         10.0 * r + n for r in range(len(per_rank)) for n in range(per_rank[r])
     ]
+
+
+def groups_of(rank):
+    """Two groups of two samples each."""
+    return [[10 * rank + 2 * group + member for member in range(2)] for group in range(2)]
+
+
+@in_ranks(2)
+def test_lists_of_groups_are_neither_nested_deeper_nor_flattened_unasked():
+    rank = start().env.rank
+    by_hand = [None, None]
+    torch_dist.all_gather_object(by_hand, groups_of(rank))
+    with pytest.raises(SampleError, match='group is a list'):
+        gather_samples(by_hand, groups_of(rank))  # the order of arguments of all_gather_object
+    # A list of ranks of lists of groups of lists: taken for groups, it has two.
+    assert by_hand == [[[0, 1], [2, 3]], [[10, 11], [12, 13]]]
+    assert gather_samples(groups_of(rank)) == [[0, 1], [2, 3], [10, 11], [12, 13]]
+    assert gather_samples(groups_of(rank), flatten=True) == [0, 1, 2, 3, 10, 11, 12, 13]

@@ -10,9 +10,9 @@ from mmengine.structures import InstanceData
 from mmdevplug.errors import SampleError
 from mmdevplug.samples import gather_samples, stack_samples
 from mmdevplug.samples.structures import describe_samples
-from tests.columns import NATIVE, device_of, job_of
+from tests.columns import CUDA, NATIVE, device_of
 from tests.jobs import start
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 from .values import Answer, Rollout, bits
 
@@ -136,27 +136,16 @@ def test_the_default_dtype_is_that_of_stacked_numbers():
         torch.set_default_dtype(torch.float32)
 
 
-def devices_of_batch(accelerator):
+@pytest.mark.parametrize('accelerator', ['zeta', NATIVE, CUDA])
+@in_ranks(2)
+def test_the_batch_is_on_the_device_of_the_receiver(accelerator):
     context = start(accelerator)
     rank = context.env.rank
     mine = [dict(x=torch.ones(2).to(context.device) * n, y=n / 2) for n in range(2 + rank)]
     batch = gather_samples(mine, stacked=True)
     at_home = gather_samples(mine, stacked=True, device='cpu')
-    return (
-        {str(each.device) for each in batch.values()},
-        {str(each.device) for each in at_home.values()},
-        batch['x'].cpu()[:, 1].tolist(),
-        batch['y'].cpu().tolist(),
-    )
-
-
-@pytest.mark.parametrize(
-    'accelerator', ['zeta', NATIVE, pytest.param('cuda', marks=pytest.mark.cuda)]
-)
-def test_the_batch_is_on_the_device_of_the_receiver(accelerator):
-    job = run_ranks(devices_of_batch, 2, accelerator, **job_of(accelerator, 2))
-    for rank, (devices, at_home, x, y) in enumerate(job):
-        assert devices == {device_of(accelerator, rank, 2)}
-        assert at_home == {'cpu'}
-        assert x == [0.0, 1.0, 0.0, 1.0, 2.0]
-        assert y == [0.0, 0.5, 0.0, 0.5, 1.0]
+    device = device_of(accelerator, rank, 2)
+    assert {str(each.device) for each in batch.values()} == {device}
+    assert {str(each.device) for each in at_home.values()} == {'cpu'}
+    assert batch['x'].cpu()[:, 1].tolist() == [0.0, 1.0, 0.0, 1.0, 2.0]
+    assert batch['y'].cpu().tolist() == [0.0, 0.5, 0.0, 0.5, 1.0]

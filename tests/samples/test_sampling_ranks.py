@@ -1,13 +1,18 @@
 """Ranks that sample together: a job that once failed in four ways, replayed."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
+from torch import distributed as torch_dist
 
+from mmdevplug.accelerators import enter_rank_device
+from mmdevplug.errors import SampleError
+from mmdevplug.samples import DynamicSampler, sampler as module
 from tests.columns import CUDA, NATIVE, device_of, job_of
 from tests.jobs import start
-from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 PER_GROUP, TARGET = 8, 64
 #: For each rank the valid groups of its rounds: 7 of 8 at first, and the last one on rank 0.
@@ -18,8 +23,6 @@ class Answers:
     """Two groups of answers in each round, on this rank's device."""
 
     def __init__(self, valid):
-        from mmdevplug.accelerators import enter_rank_device
-
         self.device = enter_rank_device()[1]
         self.rank, self.valid, self.round = int(os.environ['RANK']), list(valid), 0
 
@@ -48,9 +51,6 @@ class Answers:
 
 
 def replay(accelerator):
-    from mmdevplug.accelerators import enter_rank_device
-    from mmdevplug.samples import DynamicSampler, sampler as module
-
     rank = start(accelerator).env.rank
     lines = []
     module.log = lambda line, *_: lines.append(line)
@@ -137,22 +137,16 @@ def test_what_differs_in_length_is_a_list_for_each_sample(replayed):
         assert rank['completions'] == [[index] * index for index in indices]
 
 
-# data that end, groups of ranks, settings ------------------------------------------------------
-
-
-def sample_until_the_end(valid, options):
-    from mmdevplug.samples import DynamicSampler
-
+def sample_until_the_end(valid, **options):
     rank = start().env.rank
     answers = Answers(valid[rank])
-    target = options.pop('target')
-    sampler = DynamicSampler(answers.generate, answers.is_valid, target, 3, PER_GROUP, **options)
+    sampler = DynamicSampler(answers.generate, answers.is_valid, 32, 3, PER_GROUP, **options)
     return [(batch['id'].tolist(), sampler.last) for batch in sampler], answers.round
 
 
 def test_a_rank_without_data_gets_its_share_until_all_have_ended():
     valid = [(2, 2, 2, 1), (2,)]
-    first, second = run_ranks(sample_until_the_end, 2, valid, dict(target=32))
+    first, second = run_ranks(sample_until_the_end, 2, valid)
     # Rank 1 has drawn once; it takes part in 4 rounds more with nothing.
     assert (first[1], second[1]) == (4, 1)
     assert [batch for batch, _ in first[0]] == [
@@ -169,19 +163,14 @@ def test_a_rank_without_data_gets_its_share_until_all_have_ended():
 
 def test_too_few_on_two_ranks():
     shares = [[(0, 0, 0)], [(0, 0, 1)]]
-    options = dict(target=32, on_short='fewer')
-    found = run_ranks(sample_until_the_end, 2, [(2,), (1,)], options)
+    found = run_ranks(partial(sample_until_the_end, on_short='fewer'), 2, [(2,), (1,)])
     assert [batches[0][0] for batches, _ in found] == [ids(*groups) for groups in shares]
     assert [batches[0][1].short for batches, _ in found] == ['fewer'] * 2
     assert [len(batches) for batches, _ in found] == [1, 1]
 
 
-def sample_in_pairs():
-    from torch import distributed as torch_dist
-
-    from mmdevplug.errors import SampleError
-    from mmdevplug.samples import DynamicSampler
-
+@in_ranks(4)
+def test_groups_of_ranks_have_pools_of_their_own():
     rank = start().env.rank
     pairs = [torch_dist.new_group([0, 2]), torch_dist.new_group([1, 3])]
     with pytest.raises(SampleError, match='is not in the process group'):
@@ -191,42 +180,24 @@ def sample_in_pairs():
     sampler = DynamicSampler(
         answers.generate, answers.is_valid, 32, 5, PER_GROUP, group=pairs[rank % 2]
     )
-    return next(sampler)['id'].tolist(), sampler.last.resamples
+    groups = [(rank, 0, 0), (rank, 0, 1)] if rank % 2 else [(rank, 1, 0), (rank, 2, 0)]
+    assert next(sampler)['id'].tolist() == ids(*groups)
+    assert sampler.last.resamples == (0 if rank % 2 else 2)
 
 
-def test_groups_of_ranks_have_pools_of_their_own():
-    assert run_ranks(sample_in_pairs, 4) == [
-        (ids((0, 1, 0), (0, 2, 0)), 2),
-        (ids((1, 0, 0), (1, 0, 1)), 0),
-        (ids((2, 1, 0), (2, 2, 0)), 2),
-        (ids((3, 0, 0), (3, 0, 1)), 0),
-    ]
-
-
-def sample_with_settings_of_each_rank():
-    from mmdevplug.samples import DynamicSampler
-
-    answers = Answers([2] * (start().env.rank + 2))
-    next(DynamicSampler(answers.generate, answers.is_valid, 32 + 16 * answers.rank, 3, PER_GROUP))
-
-
+@in_ranks(2)
 def test_ranks_must_agree_on_what_they_want():
-    errors = errors_of_ranks(sample_with_settings_of_each_rank, 2, together=True)
-    for kind, message in errors.values():
-        assert kind == 'SampleError'
-        assert 'target=48 on rank 1 of 2, but 32 on rank 0 of 2' in message
+    answers = Answers([2] * (start().env.rank + 2))
+    target = 32 + 16 * answers.rank
+    sampler = DynamicSampler(answers.generate, answers.is_valid, target, 3, PER_GROUP)
+    with pytest.raises(SampleError, match='target=48 on rank 1 of 2, but 32 on rank 0 of 2'):
+        next(sampler)
 
 
-def make_with_a_target_for_fewer_ranks():
-    from mmdevplug.samples import DynamicSampler
-
-    start()
-    DynamicSampler(list, bool, 40, per_group=8)
-
-
+@in_ranks(2)
 def test_a_target_that_ranks_cannot_share():
-    with pytest.raises(
-        RanksFailed, match='40 samples in groups of per_group=8 cannot be shared evenly by 2 rank'
-    ) as raised:
-        run_ranks(make_with_a_target_for_fewer_ranks, 2, together=True)
+    start()
+    words = '40 samples in groups of per_group=8 cannot be shared evenly by 2 rank'
+    with pytest.raises(SampleError, match=words) as raised:
+        DynamicSampler(list, bool, 40, per_group=8)
     assert 'a multiple of 16, such as 48' in str(raised.value)

@@ -158,10 +158,11 @@ def _spring():
     raise Called
 
 
-def raw(pickled):
-    """A message with a pickle that no sender of ours would write."""
-    head = wire._HEAD.pack(wire.VERSION, 2, len(pickled)) + b'[]' + pickled
-    return wire.to_tensor(head + bytes(-len(head) % 64))
+def raw(pickled, table=(), room=0):
+    """A message with a table or a pickle that no sender of ours would write."""
+    text = json.dumps(table).encode()
+    head = wire._HEAD.pack(wire.VERSION, len(text), len(pickled)) + text + pickled
+    return wire.to_tensor(head + bytes(-len(head) % 64 + room))
 
 
 @pytest.mark.parametrize(
@@ -247,10 +248,8 @@ def test_references_that_no_sender_makes_are_refused(pid):
     [[['load', [1], 1]], [['|O', [1], 1]], [['float32', [-1], 1]], [['float32', [9], 9]], 7],
 )
 def test_tables_that_no_sender_writes_are_refused(table):
-    text, pickled = json.dumps(table).encode(), pickle.dumps(0)
-    head = wire._HEAD.pack(wire.VERSION, len(text), len(pickled)) + text + pickled
     with pytest.raises(SampleError):
-        loads(wire.to_tensor(head + bytes(-len(head) % 64 + 64)))
+        loads(raw(pickle.dumps(0), table, room=64))
 
 
 def test_a_trap_is_not_sprung():
@@ -271,12 +270,10 @@ def test_a_trap_is_not_sprung():
     ],
 )
 def test_no_more_is_built_than_a_message_has_bytes(monkeypatch, table, pickled):
-    text, made = json.dumps(table).encode(), []
-    head = wire._HEAD.pack(wire.VERSION, len(text), len(pickled)) + text + pickled
-    built = wire._Builder.built
+    made, built = [], wire._Builder.built
     monkeypatch.setattr(wire._Builder, 'built', lambda *args: (made.append(1), built(*args))[1])
     with pytest.raises(SampleError):
-        loads(wire.to_tensor(head + bytes(-len(head) % 64)))
+        loads(raw(pickled, table))
     assert len(made) <= 2 * len(pickled) + 2
 
 

@@ -1,9 +1,12 @@
 """What an exchange of samples puts on the wire, counted by interfaces of network namespaces."""
 
-import pytest
+import torch
+from torch import distributed as torch_dist
 
-from benchmarks.hosts import Hosts, available, counter_file
-from tests.on_hosts import run_on_hosts
+from benchmarks.hosts import Hosts, counter_file
+from mmdevplug import init_device
+from mmdevplug.samples import balance_samples
+from tests.on_hosts import need_hosts, run_on_hosts
 
 SAMPLE_BYTES = 64 << 10
 EXCHANGES = 8
@@ -15,12 +18,6 @@ TALK = 8 << 10
 
 def work(counts_of_exchanges):
     """A rank on a host of its own: balance, and count what its host sends."""
-    import torch
-    from torch import distributed as torch_dist
-
-    from mmdevplug import init_device
-    from mmdevplug.samples import balance_samples
-
     context = init_device('pytorch', 'cpu', timeout=60)
     rank = context.env.rank
 
@@ -45,10 +42,8 @@ def work(counts_of_exchanges):
 
 
 def test_only_what_changes_rank_travels():
+    need_hosts()
     ranks = 3
-    possible, reason = available()
-    if not possible:
-        pytest.skip(f'no hosts in network namespaces: {reason}')
     settings = [[12] + [0] * (ranks - 1), [0] * (ranks - 1) + [12], [4] * ranks]
     with Hosts(ranks) as hosts:
         sent = run_on_hosts(work, 1, hosts, settings, timeout=120)

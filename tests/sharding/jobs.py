@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, MODELS
+from mmengine.structures import InstanceData
 from torch import distributed as torch_dist, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -270,7 +271,6 @@ class ShardedObjects(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         from mmdet.structures import DetDataSample
-        from mmengine.structures import InstanceData
 
         boxes = self.boxes[index].clone()
         boxes[:, 2:] += boxes[:, :2]

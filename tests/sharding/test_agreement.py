@@ -7,11 +7,9 @@ from mmengine.registry import DATASETS, MODELS
 from mmdevplug.errors import DevPlugError
 from tests.parallel_jobs import SpreadImages
 from tests.ranks import run_ranks
-from tests.sharding.jobs import ShardedTwice, build, train
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split('.')[:2])) < (2, 7), reason='FSDP2 needs PyTorch 2.7'
-)
+from .jobs import ShardedTwice, build, train
+from .test_training import pytestmark  # noqa: F401
 
 
 @MODELS.register_module()

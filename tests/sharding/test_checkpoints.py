@@ -5,15 +5,19 @@ import pickle
 import re
 import signal
 import zlib
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
+from mmengine.registry import MODELS
+from mmengine.runner.checkpoint import _load_checkpoint_to_model
 
 from mmdevplug.errors import CheckpointError
 from tests.cli.running import config, mmdevplug
 from tests.jobs import load_file
 from tests.parallel_jobs import build
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, in_ranks, run_ranks
 
 from .jobs import train, whole
 from .test_training import ADAM, EMA, NO_DECAY, needs_card, pytestmark  # noqa: F401
@@ -36,9 +40,6 @@ def run(work_dir, sharding, kind='twice', device='cpu', **options):
 
 def load_alone(path):
     """What MMEngine's own functions make of a file in one process."""
-    from mmengine.registry import MODELS
-    from mmengine.runner.checkpoint import _load_checkpoint_to_model
-
     model = MODELS.build(dict(type='ShardedTwice'))
     _load_checkpoint_to_model(model, load_file(path), strict=True)
     return model.state_dict()
@@ -85,11 +86,7 @@ def test_a_resumed_run_is_the_run_that_was_interrupted(folder, tmp_path):
 
 
 def run_resumed(ranks, tmp_path, sharding, again):
-    return run_ranks(run_again, ranks, str(tmp_path / f'on_{ranks}'), sharding, again)
-
-
-def run_again(work_dir, sharding, again):
-    return run(work_dir, sharding, **again)
+    return run_ranks(partial(run, **again), ranks, str(tmp_path / f'on_{ranks}'), sharding)
 
 
 def overwrite(work_dir):
@@ -109,12 +106,9 @@ def overwrite(work_dir):
         save(*args, **kwargs)
         raise RuntimeError('killed')
 
-    checkpoint.save = save_and_die
-    try:
+    with patch.object(checkpoint, 'save', save_and_die):
         with pytest.raises(RuntimeError, match='killed'):
             runner.save_checkpoint(work_dir, 'iter_10.pth')
-    finally:
-        checkpoint.save = save
     path = os.path.join(work_dir, 'iter_10.pth')
     found = []
     for _ in range(2):
@@ -155,12 +149,12 @@ def die_while_overwriting(work_dir):
 @pytest.mark.long
 def test_a_start_after_a_kill_resumes_from_a_whole_checkpoint(tmp_path):
     sharding, longer = dict(sharded_checkpoint=True), dict(train_cfg__max_iters=15)
-    complete = run_ranks(run_again, 4, str(tmp_path / 'whole'), sharding, longer)
+    complete = run_ranks(partial(run, **longer), 4, str(tmp_path / 'whole'), sharding)
     folder = tmp_path / 'killed'
     with pytest.raises(RanksFailed, match='the process died'):
         run_ranks(die_while_overwriting, 4, str(folder))
     assert list((folder / 'iter_10.shards-1' / 'state_dict').iterdir())
-    again = run_ranks(run_again, 4, str(folder), sharding, dict(longer, resume=True))
+    again = run_ranks(partial(run, **longer, resume=True), 4, str(folder), sharding)
     for one, other in zip(complete, again):
         assert other['losses'][10:] == one['losses'][10:]
         assert equal(other['weights'], one['weights'])
@@ -180,7 +174,7 @@ ON_HOST = dict(offload=True, sharded_checkpoint=True)
 )
 def test_other_jobs_resume_to_the_same_bits(ranks, kind, device, sharding, tmp_path):
     options = dict(kind=kind, device=device)
-    complete = run_ranks(run_again, ranks, str(tmp_path / 'first'), sharding, options)
+    complete = run_ranks(partial(run, **options), ranks, str(tmp_path / 'first'), sharding)
     path = str(tmp_path / 'first' / f'iter_{HALF}.pth')
     options.update(resume=True, load_from=path)
     for one, other in zip(complete, run_resumed(ranks, tmp_path, sharding, options)):
@@ -213,16 +207,29 @@ class Opens:
         return open, (self.path, 'w')
 
 
-def read_foreign(work_dir):
-    """Read checkpoints whose shards are elsewhere, have no checksums, or run code."""
+#: Changes of a checkpoint, and what is said of it.
+FOREIGN = [
+    (
+        dict(shards='/elsewhere'),
+        ["names '/elsewhere' as the folder of its shards", "expected 'iter_10.shards'"],
+    ),
+    (dict(shards=['a']), ["names ['a']"]),
+    (dict(shard_sums=None), ['holds no checksums of its shards']),
+    ({}, ['.metadata names', 'which could run code']),
+]
+
+
+@in_ranks(2)
+def test_shards_of_somebody_else_run_no_code(tmp_path):
+    """They are elsewhere, have no checksums, or run code."""
+    work_dir = str(tmp_path)
     runner = build('twice', 'cpu', work_dir, sharding=dict(sharded_checkpoint=True), **OPTIONS)
     runner.train()
     path = os.path.join(work_dir, 'iter_10.pth')
-    saved, said = load_file(path), []
+    saved = load_file(path)
     torch.distributed.barrier()
     index = os.path.join(work_dir, 'iter_10.shards', 'state_dict', '.metadata')
-    changes = [dict(shards='/elsewhere'), dict(shards=['a']), dict(shard_sums=None), {}]
-    for change in changes:
+    for change, words in FOREIGN:
         if runner.rank == 0:
             if not change:
                 with open(index, 'wb') as file:
@@ -232,21 +239,8 @@ def read_foreign(work_dir):
                 change = dict(shard_sums=sums)
             torch.save(dict(saved, **change), path)
         torch.distributed.barrier()
-        try:
+        with pytest.raises(CheckpointError) as raised:
             runner.load_checkpoint(path)
-        except CheckpointError as error:
-            said.append(str(error))
+        assert all(each in str(raised.value) for each in words), raised.value
         torch.distributed.barrier()
-    return said
-
-
-def test_shards_of_somebody_else_run_no_code(tmp_path):
-    for said in run_ranks(read_foreign, 2, str(tmp_path)):
-        folder, kind, sums, index = said
-        assert "names '/elsewhere' as the folder of its shards" in folder
-        assert "expected 'iter_10.shards'" in folder
-        assert "names ['a']" in kind
-        assert 'holds no checksums of its shards' in sums
-        assert '.metadata names' in index
-        assert 'which could run code' in index
     assert not (tmp_path / 'ran').exists()

@@ -11,11 +11,11 @@ from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.sharding.find_blocks import find_blocks
 from tests.columns import lazy
 from tests.parallel_jobs import build
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, in_ranks, run_ranks
 
 from . import jobs
 from .jobs import train
-from .test_training import pytestmark  # noqa: F401
+from .test_training import needs_card, pytestmark  # noqa: F401
 
 
 @MODELS.register_module()
@@ -162,27 +162,19 @@ def test_lazy_devices_are_refused_with_the_reason(accelerator, tmp_path):
         assert 'those of a lazy device have no memory before a graph runs' in said
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split('.')[:2])) < (2, 13), reason='needs PyTorch 2.13'
-)
+@needs_card
 def test_a_card_without_streams_is_refused(tmp_path):
     for said in run_ranks(refuse, 2, 'zeta', str(tmp_path), {}, together=True):
         assert 'needs torch.zeta.Stream' in said
 
 
-def call_a_part(work_dir):
-    runner = build('twice', 'cpu', work_dir, sharding=True, default_scope='mmengine')
-    type(runner.model).test_step = lambda self, data: self.head(data)
-    try:
-        runner.model.test_step(torch.ones(1, 24))
-    except ModelError as error:
-        return str(error)
-    return ''
-
-
+@in_ranks(2, together=True)
 def test_a_step_that_calls_parts_of_the_model_is_refused(tmp_path):
-    for said in run_ranks(call_a_part, 2, str(tmp_path), together=True):
-        assert 'name in sharding.blocks a part that a step calls by itself' in said
+    runner = build('twice', 'cpu', tmp_path, sharding=True, default_scope='mmengine')
+    type(runner.model).test_step = lambda self, data: self.head(data)
+    expected = 'name in sharding.blocks a part that a step calls by itself'
+    with pytest.raises(ModelError, match=expected):
+        runner.model.test_step(torch.ones(1, 24))
 
 
 def test_one_process_trains_without_sharding(tmp_path):

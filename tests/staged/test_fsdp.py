@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import distributed as torch_dist, nn
 
-from tests.columns import NATIVE, job_of
-from tests.ranks import run_ranks
+from mmdevplug import init_device
+from tests.columns import NATIVE
+from tests.ranks import in_ranks
 
 from .test_collectives import RELEASE, start
 
@@ -40,36 +41,39 @@ def whole(model):
     return {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()}
 
 
-def train(device_type, folder):
-    """Trained weights, and those of another model that loads the shards which this one saved."""
+@pytest.mark.parametrize('ranks', [2, 4])
+@pytest.mark.parametrize('device', ['cpu', 'streams', NATIVE])
+@in_ranks()
+def test_fully_shard_equals_one_process(device, ranks, tmp_path):
+    """So do the weights of another model that loads the shards which this one saved."""
     from torch.distributed import checkpoint
 
-    if device_type == NATIVE:
-        from mmdevplug import init_device
-
-        device = init_device('pytorch', NATIVE, timeout=60).device
+    if device == NATIVE:
+        where = init_device('pytorch', NATIVE, timeout=60).device
     else:
-        device = start(device_type)
-    rank = torch_dist.get_rank()
-    model = shard(device)
+        where = start(device)
+    rank, folder = torch_dist.get_rank(), str(tmp_path / 'shards')
+    model = shard(where)
     assert all(p.to_local().numel() < p.numel() for p in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(batch(rank, step).to(device)).square().mean().backward()
+        model(batch(rank, step).to(where)).square().mean().backward()
         optimizer.step()
     trained = whole(model)
     checkpoint.save(model.state_dict(), checkpoint_id=folder)
-    other = shard(device)
+    other = shard(where)
     state = other.state_dict()
     checkpoint.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
     loaded = whole(other)
-    if device_type != NATIVE:  # whose own group takes no tensors of the host
-        loaded = load_as_others_do(model, shard(device), f'{folder}-later') or loaded
+    if device != NATIVE:  # whose own group takes no tensors of the host
+        loaded = load_as_others_do(model, shard(where), f'{folder}-later') or loaded
     torch_dist.barrier()
     torch_dist.destroy_process_group()
-    return trained, loaded
+    for name, value in alone(ranks).items():
+        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6, msg=name)
+        assert torch.equal(loaded[name], trained[name]), name
 
 
 def load_as_others_do(model, other, folder):
@@ -95,15 +99,3 @@ def alone(ranks):
         ).backward()
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize('ranks', [2, 4])
-@pytest.mark.parametrize('device', ['cpu', 'streams', NATIVE])
-def test_fully_shard_equals_one_process(device, ranks, tmp_path):
-    expected = alone(ranks)
-    for trained, loaded in run_ranks(
-        train, ranks, device, str(tmp_path / 'shards'), **job_of(device, ranks)
-    ):
-        for name, value in expected.items():
-            torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6, msg=name)
-            assert torch.equal(loaded[name], trained[name]), name

@@ -42,16 +42,9 @@ def make_hooks():
     )
 
 
-def init(backend, device):
-    if backend == 'staged':
-        return start(device)
-    torch_dist.init_process_group(backend)
-    return torch.device('cpu')
-
-
-def train_with_hooks(backend, device):
+def train_with_hooks(device):
     """Weights of this rank after some steps with each hook, or the error of PyTorch."""
-    where, found = init(backend, device), {}
+    where, found = start(device), {}
     generator = torch.Generator().manual_seed(torch_dist.get_rank())
     for name, (state, hook) in make_hooks().items():
         torch.manual_seed(0)
@@ -74,8 +67,8 @@ def train_with_hooks(backend, device):
 
 @pytest.mark.parametrize('device', ['cpu', 'zeta'])
 def test_hooks_of_ddp_give_what_they_give_over_gloo(device):
-    expected = run_ranks(train_with_hooks, 2, 'gloo', 'cpu')
-    for found, of_gloo in zip(run_ranks(train_with_hooks, 2, 'staged', device), expected):
+    expected = run_ranks(train_with_hooks, 2, 'gloo')
+    for found, of_gloo in zip(run_ranks(train_with_hooks, 2, device), expected):
         for name, weights in of_gloo.items():
             if isinstance(weights, str):
                 assert found[name] == weights, name

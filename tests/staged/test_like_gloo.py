@@ -7,11 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import run_ranks
 
-from .test_collectives import RELEASE, on_host, start
-
-pytestmark = pytest.mark.skipif(
-    RELEASE < (2, 0), reason='the backend is for PyTorch 2.0 and later'
-)
+from .test_collectives import on_host, pytestmark, start  # noqa: F401
 
 
 def under_changed_defaults(where):
@@ -81,19 +77,15 @@ PROGRAMS = (
 )
 
 
-def run_all(backend, device):
-    if backend == 'gloo':
-        torch_dist.init_process_group('gloo')
-        where = torch.device('cpu')
-    else:
-        where = start(device, timeout=20)
+def run_all(device):
+    where = start(device, timeout=20)
     return {program.__name__: on_host(program(where)) for program in PROGRAMS}
 
 
 @pytest.mark.parametrize('device', ['cpu', 'zeta', 'streams'])
 def test_programs_find_what_they_find_with_gloo(device):
-    expected = run_ranks(run_all, 2, 'gloo', 'cpu')
-    for values, of_gloo in zip(run_ranks(run_all, 2, 'staged', device), expected):
+    expected = run_ranks(run_all, 2, 'gloo')
+    for values, of_gloo in zip(run_ranks(run_all, 2, device), expected):
         assert values.keys() == of_gloo.keys()
         for name, tensors in values.items():
             assert len(tensors) == len(of_gloo[name]), name

@@ -11,16 +11,13 @@ import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.errors import StagedError
-from mmdevplug.staged import shared_sum
+from mmdevplug.staged import StagedProcessGroup, shared_sum
 from mmdevplug.staged.shared_memory import parts_of
 from mmdevplug.staged.shared_sum import SharedSums, memory_size
 from mmdevplug.staged.work import StagedWork
 
-from .test_collectives import RELEASE
+from .test_collectives import pytestmark  # noqa: F401
 
-pytestmark = pytest.mark.skipif(
-    RELEASE < (2, 0), reason='the backend is for PyTorch 2.0 and later'
-)
 SHORT = timedelta(milliseconds=20)
 
 
@@ -159,8 +156,6 @@ def test_results_that_were_not_all_copied_are_never_taken_for_copied(error):
 
 
 def group_of_one(path):
-    from mmdevplug.staged import StagedProcessGroup
-
     return StagedProcessGroup(torch_dist.FileStore(str(path), 1), 0, 1, timedelta(seconds=5))
 
 

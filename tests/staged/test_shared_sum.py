@@ -8,13 +8,10 @@ import torch
 from torch import distributed as torch_dist
 from torch.distributed import ReduceOp
 
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
-from .test_collectives import RELEASE, start
+from .test_collectives import pytestmark, start  # noqa: F401
 
-pytestmark = pytest.mark.skipif(
-    RELEASE < (2, 0), reason='the backend is for PyTorch 2.0 and later'
-)
 DEVICES = ['cpu', 'zeta']
 
 
@@ -27,10 +24,13 @@ def sums():
     return torch_dist.group.WORLD.sums
 
 
-def in_any_order(device):
-    """Averages that are waited for in another order, some by several threads."""
-    where, wrong = start(device), []
-    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+@pytest.mark.parametrize('ranks', [2, 4])
+@pytest.mark.parametrize('device', DEVICES)
+@in_ranks()
+def test_averages_arrive_in_whatever_order_they_are_waited_for(device, ranks):
+    """Some are waited for by several threads."""
+    where = start(device)
+    rank = torch_dist.get_rank()
     for turn in range(12):
         tensors = [value(rank, 10 * turn + k).to(where) for k in range(8)]
         works = [torch_dist.all_reduce(t, op=ReduceOp.AVG, async_op=True) for t in tensors]
@@ -46,21 +46,14 @@ def in_any_order(device):
         for work in works:
             work.wait()
         for k, found in enumerate(tensors):
-            expected = sum(value(each, 10 * turn + k) for each in range(size)) / size
-            if (found.cpu() - expected).abs().max() > 1e-6:
-                wrong.append((turn, k))
-    return wrong, sums().count
+            expected = sum(value(each, 10 * turn + k) for each in range(ranks)) / ranks
+            assert (found.cpu() - expected).abs().max() <= 1e-6, (turn, k)
+    assert sums().count == 96
 
 
-@pytest.mark.parametrize('ranks', [2, 4])
 @pytest.mark.parametrize('device', DEVICES)
-def test_averages_arrive_in_whatever_order_they_are_waited_for(device, ranks):
-    for wrong, shared in run_ranks(in_any_order, ranks, device):
-        assert wrong == []
-        assert shared == 96
-
-
-def more_than_there_is_room(device):
+@in_ranks(2)
+def test_tensors_of_any_size_take_turns_in_the_same_memory(device):
     where = start(device)
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     tensors = [torch.full((2_000_000,), float(number + rank)).to(where) for number in range(24)]
@@ -68,85 +61,64 @@ def more_than_there_is_room(device):
     for work in works[::-1]:
         work.wait()
     total = size * (size - 1) / 2
-    right = [bool((t == size * n + total).all()) for n, t in enumerate(tensors)]
+    assert all((t == size * n + total).all() for n, t in enumerate(tensors))
     large = torch.ones(20_000_000, device=where)  # 80 MB
     torch_dist.all_reduce(large)
-    shared = sum(len(part.memory) for part in sums().parts)
-    return right, bool((large == size).all()), shared
+    assert (large == size).all()
+    # Of 192 MB that were under way.
+    assert sum(len(part.memory) for part in sums().parts) <= 64 << 20
 
 
 @pytest.mark.parametrize('device', DEVICES)
-def test_tensors_of_any_size_take_turns_in_the_same_memory(device):
-    for right, large, shared in run_ranks(more_than_there_is_room, 2, device):
-        assert all(right)
-        assert large
-        assert shared <= 64 << 20  # of 192 MB that were under way
-
-
-def types_and_shapes(device):
-    where, found = start(device), {}
+@in_ranks(3)
+def test_types_and_strides(device):
+    where = start(device)
     size = torch_dist.get_world_size()
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         tensor = torch.full((1024, 1024), torch_dist.get_rank() + 1.0, dtype=dtype)
         # Memory in another order than that of the elements.
         strided = tensor.to(where).t()
         torch_dist.all_reduce(strided, op=ReduceOp.AVG)
-        found[str(dtype)] = bool((strided.cpu() == (size + 1) / 2).all())
-    return found, sums().count
+        assert (strided.cpu() == (size + 1) / 2).all(), dtype
+    assert sums().count == 4
 
 
 @pytest.mark.parametrize('device', DEVICES)
-def test_types_and_strides(device):
-    for found, shared in run_ranks(types_and_shapes, 3, device):
-        assert all(found.values()), found
-        assert shared == 4
-
-
-def with_nan(device):
+@in_ranks(2)
+def test_an_average_that_is_not_finite_can_leave_everything_as_it_is(device):
     where = start(device)
-    group = torch_dist.group.WORLD
-    own = torch.full((500_000,), float(torch_dist.get_rank()))
-    if torch_dist.get_rank() == 1:
+    group, rank = torch_dist.group.WORLD, torch_dist.get_rank()
+    own = torch.full((500_000,), float(rank))
+    if rank == 1:
         own[7] = float('nan')
-    told = []
     for size in (500_000, 100):  # in shared memory, and by a message
         for keeps in (True, False):
             tensor = own[:size].clone().to(where)
             work = group.average(tensor, keeps_nonfinite=keeps)
             work.wait()
-            first, seventh = tensor[0].item(), tensor[7].item()
-            told.append((work.finite, first, seventh == seventh))
-    return told, sums().count
+            assert not work.finite
+            assert tensor[0] == (rank if keeps else 0.5)
+            assert bool(tensor[7].isnan()) == (rank == 1 or not keeps)
+    assert sums().count == 2
 
 
-@pytest.mark.parametrize('device', DEVICES)
-def test_an_average_that_is_not_finite_can_leave_everything_as_it_is(device):
-    zero, one = run_ranks(with_nan, 2, device)
-    for (told, shared), own, finite in ((zero, 0.0, True), (one, 1.0, False)):
-        assert told == 2 * [(False, own, finite), (False, 0.5, False)]
-        assert shared == 2
-
-
-def unlike_devices():
+@in_ranks(2)
+def test_ranks_on_different_kinds_of_devices_are_named():
     where = start('zeta')
     rank = torch_dist.get_rank()
     tensor = torch.ones(500_000, device=where if rank else 'cpu')
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         torch_dist.all_reduce(tensor)
-    return bool((tensor.cpu() == 2).all()), [str(each.message) for each in caught]
+    assert (tensor.cpu() == 2).all()
+    told = [str(each.message) for each in caught if 'different kinds' in str(each.message)]
+    assert len(told) == (0 if rank else 1)
+    assert all("rank 0 'cpu', rank 1 'zeta'" in line for line in told)
 
 
-def test_ranks_on_different_kinds_of_devices_are_named():
-    (right, told), (also_right, nothing) = run_ranks(unlike_devices, 2)
-    assert right
-    assert also_right
-    (line,) = [text for text in told if 'different kinds' in text]
-    assert "rank 0 'cpu', rank 1 'zeta'" in line
-    assert not [text for text in nothing if 'different kinds' in text]
-
-
-def out_of_turn(device):
+@pytest.mark.parametrize('device', DEVICES)
+@in_ranks(2)
+def test_no_sum_waits_for_a_later_one(device):
     """Rank 0 has two sums under way before rank 1 starts the second, after a message of rank 0."""
     where = start(device)
     rank = torch_dist.get_rank()
@@ -162,15 +134,12 @@ def out_of_turn(device):
         torch_dist.recv(note, 0)
         other = torch_dist.all_reduce(second, async_op=True)
     other.wait()
-    return float(first.sum() + second.sum())
+    assert first.sum() + second.sum() == 1_600_000
 
 
-@pytest.mark.parametrize('device', DEVICES)
-def test_no_sum_waits_for_a_later_one(device):
-    assert run_ranks(out_of_turn, 2, device) == [1_600_000.0] * 2
-
-
-def not_waited_for(device):
+@pytest.mark.parametrize('device', [*DEVICES, 'streams'])
+@in_ranks(2)
+def test_a_sum_that_a_rank_does_not_wait_for_reaches_the_others(device):
     """Rank 0 waits for a message of rank 1 before it waits for its sum."""
     where = start(device)
     tensor = torch.ones(400_000, device=where)
@@ -181,31 +150,25 @@ def not_waited_for(device):
     else:
         work.wait()
         torch_dist.send(note, 0)
-    return float(tensor.sum())
+    assert tensor.sum() == 800_000
 
 
 @pytest.mark.parametrize('device', [*DEVICES, 'streams'])
-def test_a_sum_that_a_rank_does_not_wait_for_reaches_the_others(device):
-    assert run_ranks(not_waited_for, 2, device) == [800_000.0] * 2
-
-
-def asked_only(device):
-    """Sums that are asked for, and not waited for."""
+@in_ranks(2)
+def test_asking_whether_a_sum_has_ended_ends(device):
+    """It is asked for, and not waited for."""
     where = start(device)
     tensors = [torch.ones(400_000, device=where) for _ in range(3)]
     works = [torch_dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     while not all(work.is_completed() for work in works):
         pass
     torch_dist.barrier()
-    return [float(tensor.sum()) for tensor in tensors]
+    assert [tensor.sum() for tensor in tensors] == [800_000] * 3
 
 
-@pytest.mark.parametrize('device', [*DEVICES, 'streams'])
-def test_asking_whether_a_sum_has_ended_ends(device):
-    assert run_ranks(asked_only, 2, device) == [[800_000.0] * 3] * 2
-
-
-def count_copies(average):
+@pytest.mark.parametrize('average', [False, True])
+@in_ranks(2)
+def test_copies_of_a_card_with_streams_run_beside_its_program(average):
     """How a sum is copied on a card with streams, and how often the host waits for one."""
     where = start('streams')
     inside, copies, waits = [], [], []
@@ -234,17 +197,13 @@ def count_copies(average):
     work = group.average(tensor) if average else torch_dist.all_reduce(tensor, async_op=True)
     work.wait()
     del torch.Tensor.copy_, torch.Tensor.cpu
-    return copies, len(waits), set(tensor.cpu().tolist())
+    assert copies == [('cpu', True, True, True), ('zeta', True, True, True)]
+    assert len(waits) == 2
+    assert set(tensor.cpu().tolist()) == {1.0 if average else 2.0}
 
 
-@pytest.mark.parametrize('average', [False, True])
-def test_copies_of_a_card_with_streams_run_beside_its_program(average):
-    for copies, waits, values in run_ranks(count_copies, 2, average):
-        assert copies == [('cpu', True, True, True), ('zeta', True, True, True)]
-        assert (waits, values) == (2, {1.0 if average else 2.0})
-
-
-def without_copies():
+@in_ranks(2)
+def test_a_copy_that_fails_is_told_by_wait():
     """A message whose copy to the host fails after the call."""
     start('streams')
     import native_card
@@ -257,8 +216,4 @@ def without_copies():
     for wait in (torch_dist.barrier, work.wait):  # a barrier waits for what is under way
         with pytest.raises(RuntimeError, match='all_reduce of .* failed: the card is gone'):
             wait()
-    return work.is_completed()
-
-
-def test_a_copy_that_fails_is_told_by_wait():
-    assert run_ranks(without_copies, 2) == [True, True]
+    assert work.is_completed()

@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,18 +11,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.columns import job_of
+from tests.columns import XLA, job_of
 from tests.commands import python
 from tests.jobs import PATHS, ROOT
-from tests.ranks import run_ranks
+from tests.ranks import errors_of_ranks, run_ranks
 
-from .test_collectives import RELEASE, start
+from .test_collectives import RELEASE, pytestmark, start  # noqa: F401
 
-pytestmark = pytest.mark.skipif(
-    RELEASE < (2, 0), reason='the backend is for PyTorch 2.0 and later'
-)
 EAGER = ['cpu', 'zeta', 'streams']
-XLA = [pytest.param('xla', marks=pytest.mark.xla)]
 
 
 class Net(nn.Module):
@@ -101,7 +98,7 @@ def alone(accumulate=1, halved=False, ranks=2, steps=4):
 def check(device, tolerance=1e-6, ranks=2, **options):
     shared = {key: options[key] for key in ('accumulate', 'halved') if key in options}
     expected = alone(ranks=ranks, **shared)
-    results = run_ranks(run_train, ranks, device, options, **job_of(device, ranks))
+    results = run_ranks(partial(train, **options), ranks, device, **job_of(device, ranks))
     for weights in results:
         assert weights.keys() == expected.keys()
         for name, value in weights.items():
@@ -110,11 +107,7 @@ def check(device, tolerance=1e-6, ranks=2, **options):
     return results[0]
 
 
-def run_train(device, options):
-    return train(device, **options)
-
-
-@pytest.mark.parametrize('device', EAGER + XLA)
+@pytest.mark.parametrize('device', [*EAGER, XLA])
 def test_ddp_equals_one_process(device):
     check(device)
 
@@ -143,76 +136,41 @@ def test_a_card_is_as_the_cpu_to_the_bit_on_three_ranks():
     assert all(torch.equal(on_card[name], value) for name, value in on_host.items())
 
 
-def uneven(device):
-    """Ranks with 2 and 5 batches under join()."""
-    where = start(device)
-    rank = torch_dist.get_rank()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(6, 3).to(where))
-    steps = 0
-    with model.join():
-        for step in range(2 + 3 * rank):
-            inputs, targets = (each.to(where) for each in batch(rank, step))
-            (model(inputs) - targets).square().mean().backward()
-            steps += 1
-    torch_dist.destroy_process_group()
-    return steps
-
-
-@pytest.mark.parametrize('device', EAGER)
-def test_join(device):
-    assert run_ranks(uneven, 2, device) == [2, 5]
-
-
 def lost(device):
-    """Rank 1 ends in the middle of backward; what rank 0 says."""
+    """Rank 1 ends in the middle of backward."""
     where = start(device, timeout=20)
     model = DistributedDataParallel(Net().to(where))
     loss = model(batch(0, 0)[0].to(where)).sum()
     if torch_dist.get_rank() == 1:
         os._exit(3)
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        return str(error)
-    return 'nothing'
+    loss.backward()
 
 
 @pytest.mark.parametrize('device', EAGER)
 def test_a_lost_rank_ends_backward(device):
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(said, 2, device)
-    assert 'rank 0 of 2: all_reduce of' in str(caught.value)
+    _, message = errors_of_ranks(lost, 2, device)[0]
+    assert 'rank 0 of 2: all_reduce of' in message
 
 
-def said(device):
-    raise AssertionError(lost(device))
-
-
-@pytest.mark.parametrize('device', ['cpu', pytest.param('xla', marks=pytest.mark.xla)])
-def test_the_script_of_the_page(device):
-    env = dict(os.environ, OMP_NUM_THREADS='1', CPU_NUM_DEVICES='2', PYTHONPATH=str(ROOT))
-    done = python(
-        *('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2),
-        *('docs/examples/staged_ddp.py', device),
-        env=env,
-    )
+def on_two_ranks(*words, path=ROOT):
+    """What torchrun prints of a script."""
+    variables = dict(OMP_NUM_THREADS='1', CPU_NUM_DEVICES='2', PYTHONPATH=str(path))
+    command = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *words]
+    done = python(*command, env=dict(os.environ, **variables))
     assert done.returncode == 0, done.stderr
-    line = done.stdout.strip().splitlines()[-1]
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize('device', ['cpu', XLA])
+def test_the_script_of_the_page(device):
+    line = on_two_ranks('docs/examples/staged_ddp.py', device).splitlines()[-1]
     found = re.fullmatch(rf'{device}(:0)?: loss (\S+), weights equal on 2 ranks: True', line)
     assert float(found[2]) < 1e-4
 
 
 def test_the_script_for_accelerate():
     pytest.importorskip('accelerate')
-    env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT))
-    done = python(
-        *('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2),
-        'docs/examples/staged_accelerate.py',
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr
-    line = done.stdout.strip().splitlines()[-1]
+    line = on_two_ranks('docs/examples/staged_accelerate.py').splitlines()[-1]
     found = re.fullmatch(r'backend staged: loss (\S+), weights equal on 2 ranks: True', line)
     assert float(found[1]) < 1e-4
 
@@ -253,11 +211,5 @@ def test_no_thread_of_gloo_outlives_the_program(how, tmp_path):
     script.write_text(MMENGINE if how == 'mmengine' else WIDE)
     if how == 'accelerate':
         script = ROOT / 'docs/examples/staged_accelerate.py'
-    env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=PATHS)
-    done = python(
-        *('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2),
-        *('tests/staged/threads_left.py', script, how),
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count('threads that run collectives: 0') == 2, done.stdout
+    told = on_two_ranks('tests/staged/threads_left.py', script, how, path=PATHS)
+    assert told.count('threads that run collectives: 0') == 2, told

@@ -2,6 +2,8 @@
 
 import sys
 from contextlib import contextmanager
+from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -66,26 +68,18 @@ def served_when_imported_later_and_as_before_when_removed(accelerator):
 WITH_LAYERS = ('saconv', 'multi_scale_deformable_attention')
 
 
-def half_precision_on_the_cpu(dtype):
-    for name in [name for name in CASES if name not in WITH_LAYERS]:
+@check
+def half_precision_on_the_cpu_is_computed_as_for_a_card(accelerator):
+    without_layers = [name for name in CASES if name not in WITH_LAYERS]
+    for name, dtype in product(without_layers, (torch.bfloat16, torch.float16)):
         with mmcv_ops_patched():
             expected = run_case(name, 'zeta:1', dtype)
-        with mmcv_ops_patched() as patch:
+        with mmcv_ops_patched() as patched:
             found = run_case(name, 'cpu', dtype)
-            assert patch.calls == {}
+            assert patched.calls == {}
         for of_card, of_cpu in zip(expected, found):
             assert [one.dtype for one in of_cpu] == [one.dtype for one in of_card], name
-            assert all(map(torch.equal, of_cpu, of_card)), name
-
-
-@check
-def bfloat16_on_the_cpu_is_computed_as_for_a_card(accelerator):
-    half_precision_on_the_cpu(torch.bfloat16)
-
-
-@check
-def float16_on_the_cpu_is_computed_as_for_a_card(accelerator):
-    half_precision_on_the_cpu(torch.float16)
+            assert all(map(torch.equal, of_cpu, of_card)), (name, dtype)
 
 
 @check
@@ -98,9 +92,9 @@ def layers_on_the_cpu_work_under_autocast(accelerator):
 
 @check
 def calls_are_counted(accelerator):
-    with mmcv_ops_patched() as patch:
+    with mmcv_ops_patched() as patched:
         run_case('roi_align', accelerator.device(0))
-        assert patch.calls == dict(roi_align_forward=1, roi_align_backward=1)
+        assert patched.calls == dict(roi_align_forward=1, roi_align_backward=1)
 
 
 @check
@@ -143,15 +137,10 @@ def tensors_of_two_cards_are_refused(accelerator):
 @check
 def arguments_for_a_vendors_kernel_are_refused(accelerator):
     """On an NPU mmcv gives degrees to its kernel, which the host would take for radians."""
-    known = kernels.VENDOR_ARGUMENTS['box_iou_rotated']
-    assert 'npu' in known
-    kernels.VENDOR_ARGUMENTS['box_iou_rotated'] = ('zeta',)
-    try:
-        with mmcv_ops_patched():
-            with pytest.raises(ModelError, match='prepares its arguments for that of zeta'):
-                CASES['box_iou_rotated'](Tensors('zeta:0'))
-    finally:
-        kernels.VENDOR_ARGUMENTS['box_iou_rotated'] = known
+    assert 'npu' in kernels.VENDOR_ARGUMENTS['box_iou_rotated']
+    with patch.dict(kernels.VENDOR_ARGUMENTS, box_iou_rotated=('zeta',)), mmcv_ops_patched():
+        with pytest.raises(ModelError, match='prepares its arguments for that of zeta'):
+            CASES['box_iou_rotated'](Tensors('zeta:0'))
 
 
 @check
@@ -171,19 +160,19 @@ def a_kernel_of_the_vendor_is_used(accelerator):
             raise RuntimeError('other_impl: implementation for device zeta:0 not found.')
         return boxes + 2
 
-    patch = OperatorPatch()
-    patch.remove()
-    patch.originals = dict(nms=nms, bbox_overlaps=other, other=other)
+    patched = OperatorPatch()
+    patched.remove()
+    patched.originals = dict(nms=nms, bbox_overlaps=other, other=other)
     boxes = torch.zeros(2, 4, device='zeta:0')
-    assert patch.call(nms, (boxes,), {}).tolist() == (boxes + 1).tolist()
-    assert patch.calls == {}
+    assert patched.call(nms, (boxes,), {}).tolist() == (boxes + 1).tolist()
+    assert patched.calls == {}
     seen.clear()
     for _ in range(2):
-        result = patch.call(other, (boxes,), {})
+        result = patched.call(other, (boxes,), {})
         assert result.device.type == 'zeta'
         assert result.tolist() == (boxes + 2).tolist()
     assert seen == [('other', 'zeta'), ('other', 'cpu'), ('other', 'cpu')]
-    assert patch.calls == dict(other=2)
+    assert patched.calls == dict(other=2)
 
 
 @check
@@ -227,11 +216,9 @@ def outputs_are_those_that_change(accelerator):
 
 @check
 def an_operator_that_is_not_listed_is_patched_too(accelerator):
-    listed = host_call.OUTPUTS.pop('roi_align_forward')
-    try:
+    with patch.dict(host_call.OUTPUTS):
+        del host_call.OUTPUTS['roi_align_forward']
         with mmcv_ops_patched():
             expected, found = (run_case('roi_align', place) for place in ('cpu', 'zeta:1'))
-    finally:
-        host_call.OUTPUTS['roi_align_forward'] = listed
     assert torch.equal(expected[0][0], found[0][0])
     assert torch.equal(expected[1][0], found[1][0])

@@ -4,8 +4,11 @@ import torch
 from mmengine.config import Config
 from mmengine.hub import get_config
 from mmengine.registry import DATASETS
+from mmengine.structures import InstanceData
 from torch.utils.data import Dataset
 
+from mmdevplug.patches.mmcv_ops import host_use
+from mmdevplug.runner import DeviceRunner
 from tests.jobs import install_card, note
 
 CONFIG = 'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py'
@@ -22,7 +25,6 @@ class BrightRectangles(Dataset):
 
     def __getitem__(self, index):
         from mmdet.structures import DetDataSample
-        from mmengine.structures import InstanceData
 
         random = torch.Generator().manual_seed(index)
         image = torch.randint(0, 60, (3, SIZE, SIZE), generator=random, dtype=torch.uint8)
@@ -81,9 +83,6 @@ def train_detector(accelerator, work_dir, wrapper='OptimWrapper'):
     """
     import mmdet.models  # noqa: F401
     from mmdet.utils import register_all_modules
-
-    from mmdevplug.patches.mmcv_ops import host_use
-    from mmdevplug.runner import DeviceRunner
 
     install_card(accelerator)
     register_all_modules()

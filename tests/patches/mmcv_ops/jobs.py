@@ -1,5 +1,6 @@
 """What tests of mmcv's operators run in processes of their own."""
 
+import os
 import re
 import sys
 import traceback
@@ -7,9 +8,13 @@ from pathlib import Path
 
 import torch
 
+from mmdevplug import init_device
+from mmdevplug.accelerators import DeviceContext, get_accelerator, set_device_context
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.fault_tolerance.failure import fail_together
 from tests.jobs import install_card
 from tests.patches.mmcv_ops import checks
-from tests.patches.mmcv_ops.cases import CASES, run_case
+from tests.patches.mmcv_ops.cases import Tensors, run_case
 from tests.xla.executions import counts
 
 T20_STANDIN = str(Path(__file__).parents[3] / 'standins' / 't20')
@@ -17,8 +22,6 @@ T20_STANDIN = str(Path(__file__).parents[3] / 'standins' / 't20')
 
 def prepare(accelerator):
     """Install what stands in for a device, and make it this process's accelerator."""
-    from mmdevplug.accelerators import DeviceContext, get_accelerator, set_device_context
-
     if accelerator == 'gcu':
         sys.path.insert(0, T20_STANDIN)
     install_card(accelerator)
@@ -28,12 +31,10 @@ def prepare(accelerator):
 
 
 def compare_cases(accelerator, names):
-    """Run cases on the CPU and on a device.
+    """Run cases on the CPU and on a device, and tell in what they differ.
 
-    Returns:
-        dict: For each case ``same`` (bits), ``difference`` (the largest, relative to the largest
-        figure), ``sizes`` (number of results and of gradients), ``uses`` (by operator, on the
-        host).
+    ``difference`` is the largest, relative to the largest figure; ``sizes`` are the numbers of
+    results and of gradients, ``uses`` the calls on the host by operator.
     """
     chosen = prepare(accelerator)
     found = {}
@@ -58,8 +59,6 @@ def _difference(one, two):
 def count_executions(accelerator):
     """Executions of one forward whose inputs are all still to be computed, by operator."""
     import mmcv.ops
-
-    from tests.patches.mmcv_ops.cases import Tensors
 
     chosen = prepare(accelerator)
     t = Tensors(chosen.device(0))
@@ -87,11 +86,7 @@ def count_executions(accelerator):
 
 
 def try_without_a_case(accelerator, covered):
-    """Call the operators that no case has called, and return what each says.
-
-    Returns:
-        dict: By operator: the type of the error and its message.
-    """
+    """Call the operators that no case has called; return error and message by operator."""
     import mmcv._ext as extension
 
     chosen = prepare(accelerator)
@@ -124,11 +119,7 @@ def _argument(kind, device):
 
 
 def run_checks(accelerator):
-    """Run all checks of :mod:`tests.patches.mmcv_ops.checks` in this process.
-
-    Returns:
-        dict: By name: None, or the traceback.
-    """
+    """Run all checks in this process; return by name None, or the traceback."""
     chosen = prepare(accelerator)
     found = {}
     for name, check in checks.CHECKS.items():
@@ -142,13 +133,7 @@ def run_checks(accelerator):
 
 def stop_where_one_rank_needs_the_host():
     """Rank 1 alone meets an operator without any kernel."""
-    import os
-
     from mmcv.ops import RoIPool
-
-    from mmdevplug import init_device
-    from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.failure import fail_together
 
     install_card('zeta')
     context = init_device('pytorch', 'zeta')
@@ -161,38 +146,3 @@ def stop_where_one_rank_needs_the_host():
             model(torch.zeros(1, 1, 4, 4, device=context.device), rois)
         else:
             wait_for_everyone('end of training')
-
-
-def train_without_the_extension():
-    """A job on a card where mmcv has no compiled operators, as mmcv-lite."""
-    import importlib
-
-    from mmdevplug.patches.mmcv_ops import host_use, restore_mmcv_ops
-
-    class Hidden:
-        def find_spec(self, name, path=None, target=None):
-            if name == 'mmcv._ext':
-                raise ModuleNotFoundError(f'No module named {name!r}', name=name)
-
-    assert 'mmcv._ext' not in sys.modules
-    sys.meta_path.insert(0, Hidden())
-    install_card('zeta')
-    from mmdevplug import init_device
-
-    context = init_device('none', 'zeta')
-    importlib.import_module('mmcv.cnn')
-    layer = importlib.import_module('mmcv.cnn').ConvModule(3, 4, 1).to(context.device)
-    layer(torch.zeros(1, 3, 4, 4, device=context.device)).sum().backward()
-    messages = []
-    for _ in range(2):
-        try:
-            importlib.import_module('mmcv.ops')
-        except ModuleNotFoundError as error:
-            messages.append(str(error))
-        restore_mmcv_ops()
-    return dict(messages=messages, uses=host_use(), gradient=layer.conv.weight.grad is not None)
-
-
-def case_names():
-    """All cases."""
-    return list(CASES)

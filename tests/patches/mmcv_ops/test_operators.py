@@ -8,17 +8,22 @@ import os
 import signal
 import subprocess
 import sys
+from functools import lru_cache
+from importlib import import_module
 from math import isfinite
 from pathlib import Path
 
 import pytest
 import torch
 
+from mmdevplug import init_device
+from mmdevplug.patches.mmcv_ops import host_use, restore_mmcv_ops
 from mmdevplug.patches.mmcv_ops.host_call import OUTPUTS
-from tests.jobs import needs_bfloat16
+from tests.jobs import install_card, needs_bfloat16
 from tests.patches.mmcv_ops import checks, jobs
+from tests.patches.mmcv_ops.cases import CASES
 from tests.patches.mmcv_ops.detector import train_detector
-from tests.ranks import errors_of_ranks, run_ranks
+from tests.ranks import errors_of_ranks, in_ranks, run_ranks
 
 LAZY = [pytest.param(name, marks=pytest.mark.xla) for name in ('xla', 'gcu')]
 ENVIRON = dict(
@@ -42,23 +47,19 @@ def is_run(name, accelerator):
 
 pytestmark = pytest.mark.operators
 
-_found = {}
 
-
+@lru_cache(maxsize=None)
 def found_on(accelerator):
-    """The cases on a device, once."""
-    if accelerator not in _found:
-        names = [
-            name
-            for name in jobs.case_names()
-            if accelerator == 'zeta' or (name not in ABORTS_ON_XLA and is_run(name, accelerator))
-        ]
-        environ = ENVIRON[accelerator]
-        (_found[accelerator],) = run_ranks(
-            jobs.compare_cases, 0, accelerator, names, environ=environ, timeout=280
-        )
-        _write(accelerator, same=_same_bits(_found[accelerator]))
-    return _found[accelerator]
+    """The cases on a device."""
+    names = [
+        name
+        for name in CASES
+        if accelerator == 'zeta' or (name not in ABORTS_ON_XLA and is_run(name, accelerator))
+    ]
+    environ = ENVIRON[accelerator]
+    (found,) = run_ranks(jobs.compare_cases, 0, accelerator, names, environ=environ, timeout=280)
+    _write(accelerator, same=_same_bits(found))
+    return found
 
 
 def _same_bits(cases):
@@ -87,7 +88,7 @@ def _write(accelerator, **results):
     [
         pytest.param(name, *param.values, marks=param.marks)
         for param in (pytest.param('zeta'), *LAZY)
-        for name in jobs.case_names()
+        for name in CASES
         if is_run(name, *param.values)
     ],
 )
@@ -161,9 +162,28 @@ def test_all_ranks_stop_together():
         assert 'roi_pool_forward has no kernel for zeta:1' in message
 
 
+class Hidden:
+    """Finds no compiled operators, as with mmcv-lite."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == 'mmcv._ext':
+            raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+
+
+@in_ranks()
 def test_without_the_extension_nothing_changes():
-    (found,) = run_ranks(jobs.train_without_the_extension, 0)
-    assert found == dict(messages=["No module named 'mmcv._ext'"] * 2, uses={}, gradient=True)
+    assert 'mmcv._ext' not in sys.modules
+    sys.meta_path.insert(0, Hidden())
+    install_card('zeta')
+    context = init_device('none', 'zeta')
+    layer = import_module('mmcv.cnn').ConvModule(3, 4, 1).to(context.device)
+    layer(torch.zeros(1, 3, 4, 4, device=context.device)).sum().backward()
+    assert layer.conv.weight.grad is not None
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="^No module named 'mmcv._ext'$"):
+            import_module('mmcv.ops')
+        restore_mmcv_ops()
+    assert host_use() == {}
 
 
 @pytest.fixture(scope='module')
