@@ -81,9 +81,12 @@ def test_accelerators_bring_no_vendors_package(tmp_path):
     assert set(found).isdisjoint({'mmengine.device', *VENDORS})
 
 
-def test_command_starts_the_process_that_imports_torch_before_it_does_so_itself():
-    found = run('import mmdevplug.cli.launch, sys; print(*sys.modules)')
-    assert 'mmdevplug.cli.launch' in found
+@pytest.mark.parametrize('command', ['train', 'test'])
+def test_commands_begin_to_start_ranks_without_torch(command):
+    """The process that ranks are forked from imports it, at the same time as the command."""
+    modules = f'mmdevplug.cli.{command}, mmdevplug.cli.launch'
+    found = run(f'import mmdevplug.cli.main, {modules}, sys; print(*sys.modules)')
+    assert f'mmdevplug.cli.{command}' in found
     assert 'torch' not in found
 
 

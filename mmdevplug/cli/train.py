@@ -6,10 +6,8 @@ import sys
 from typing import Callable, Iterator, List, Optional
 
 from mmengine.config import Config
-from mmengine.dist import is_main_process
 from mmengine.registry import RUNNERS
 
-from mmdevplug.checkpoint.reading import read_pointer
 from mmdevplug.checks.findings import Finding, Section
 from mmdevplug.checks.isolated import TaskOptions, run_isolated
 from mmdevplug.environments.torchrun import AGENT
@@ -110,7 +108,10 @@ def configure(args: argparse.Namespace) -> Config:
 
 def _say_where(runner: AnyRunner, config: str) -> None:
     """Say where the last checkpoint of a training is, and what it can be tested with."""
+    from mmengine.dist import is_main_process  # imports PyTorch
     from mmengine.runner import Runner
+
+    from mmdevplug.checkpoint.reading import read_pointer
 
     if not (isinstance(runner, Runner) and is_main_process()):
         return  # one of the user's may have no folder
