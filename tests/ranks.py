@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -26,7 +27,13 @@ PRELOAD.append('tests.preloaded')
 #: How long a rank that is done waits for the others.
 LINGER_SECONDS = 20
 
-_ports = random.SystemRandom()
+_ports, _taken = random.SystemRandom(), set()
+#: Each process of tests locks the byte of a port that it takes.
+_PORTS = os.open(
+    f'{tempfile.gettempdir()}/mmdevplug-ports-of-tests-{os.getuid()}',
+    os.O_RDWR | os.O_CREAT,
+    0o600,
+)
 _context = multiprocessing.get_context('forkserver')
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -34,13 +41,17 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 def free_port():
     """A free port of the loopback interface.
 
-    Below those that the kernel hands out, so that no connection of another test takes it before
-    the job listens there.
+    Below those that the kernel hands out, and taken once, so that nothing of another test takes it
+    before the job listens there.
     """
     while True:
         port = _ports.randrange(15_000, 32_000)
+        if port in _taken:
+            continue
+        _taken.add(port)
         with socket.socket() as probe:
             try:
+                fcntl.lockf(_PORTS, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
                 probe.bind(('127.0.0.1', port))
             except OSError:
                 continue
