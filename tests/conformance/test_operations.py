@@ -38,7 +38,7 @@ ENDS = 'ends the process'
 
 def compare_operations(card, names=(*OPERATIONS, *PRODUCTS)):
     """What is wrong and what is missing, of the samples of every operation, and their number."""
-    init_device('none', card.key)
+    init_device('none', card.options.device)
     patch_mmengine()
     known = _operators_of_pytorch()
     told, raise_errors = _told_by_the_page(card.accelerator.name)
