@@ -2,6 +2,7 @@
 
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -16,6 +17,7 @@ from mmdevplug.accelerators import (
     XLAAccelerator,
 )
 from mmdevplug.accelerators.backend import default_backend, takes_tensors
+from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.accelerators.torch_native import FAMILIES
 from mmdevplug.errors import AcceleratorError
 from tests.jobs import needs_scaler
@@ -230,3 +232,12 @@ def test_family_without_its_module_has_no_device(monkeypatch):
     assert accelerator.memory_allocated() is None
     with pytest.raises(AcceleratorError, match='sees 0 zeta device'):
         accelerator.device(0)
+
+
+def test_the_second_of_two_numbers_that_numpy_draws_at_once_is_kept():
+    np.random.randn()
+    state = host_random_state()
+    expected = np.random.randn(3)
+    np.random.seed(0)
+    set_host_random_state(state)
+    assert np.array_equal(np.random.randn(3), expected)
