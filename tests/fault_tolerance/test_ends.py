@@ -10,10 +10,12 @@ import threading
 
 import pytest
 from torch import distributed as torch_dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mmdevplug import init_device
 from mmdevplug.distributed import process_group
 from mmdevplug.fault_tolerance import failure
+from mmdevplug.fault_tolerance.ended_ranks import describe_end
 from tests.commands import environment, run
 from tests.jobs import ROOT
 from tests.ranks import run_ranks
@@ -65,3 +67,16 @@ def test_groups_end_before_the_watch_unless_a_rank_failed(failing):
 
 def test_groups_end_where_no_thread_can_be_started():
     assert run_ranks(end, 2, False, True) == [(False, [])] * 2
+
+
+def test_the_message_of_the_second_host_counts_ranks_over_all_hosts(tmp_path):
+    """Ranks 4 to 7 are on it: rank 5 has ended first, because of rank 7."""
+    notes = {1: dict(message='lost rank 7', because_of_another=True)}
+    notes[3] = dict(message='the disk is full', because_of_another=False)
+    for local, note in notes.items():
+        path = tmp_path / 'job' / 'attempt_0' / str(local) / 'error.json'
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(note))
+    ended = ProcessFailure(local_rank=1, pid=10, exitcode=1, error_file='<N/A>')
+    status, text = describe_end(ChildFailedError('train', {5: ended}), str(tmp_path))
+    assert (status, text) == (1, 'rank 7 failed: the disk is full')
