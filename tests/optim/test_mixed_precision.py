@@ -1,6 +1,7 @@
 """Mixed precision where MMEngine offers none: scaling, refusals, autocast in models."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -100,6 +101,18 @@ def on_cpu():
     set_device_context(DeviceContext(cpu, 'a test', cpu.device(0)))
     yield
     set_device_context(None)
+
+
+@needs_scaler
+def test_gradients_are_unscaled_before_they_are_clipped(on_cpu):
+    updated = []
+    kinds = (OptimWrapper, partial(DeviceAmpOptimWrapper, dtype='float16', loss_scale=256.0))
+    for kind in kinds:
+        weight = nn.Parameter(torch.ones(4))
+        wrapper = kind(optimizer=torch.optim.SGD([weight], lr=1.0), clip_grad=dict(max_norm=1.0))
+        wrapper.update_params(weight.sum() * 0.25)  # a norm of 0.5
+        updated.append(weight.detach())
+    assert torch.equal(*updated)
 
 
 def build(**kwargs):
