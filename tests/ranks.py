@@ -317,8 +317,8 @@ def errors_of_ranks(function, world_size, *args, **options):
 def in_ranks(world_size=0, **options):
     """Run a test, which returns nothing, in every rank of a job; see :func:`run_ranks`.
 
-    A test with the parameter ``accelerator`` or ``device`` runs in a job on it, see
-    :func:`tests.columns.job_of`; one with the parameter ``ranks``, in so many.
+    The parameter ``accelerator`` or ``device`` of a test is the device of the job, see
+    :func:`tests.columns.job_of`. Its parameter ``ranks`` is their number.
     """
 
     def decorate(test):
