@@ -1,8 +1,14 @@
 """A sharded training is that of one process, on any number of ranks and any eager device."""
 
+from functools import partial
+
 import pytest
 import torch
+from mmengine.runner import set_random_seed
+from torch import distributed as torch_dist, nn
 
+from mmdevplug import init_device
+from mmdevplug.sharding.build import build_without_weights
 from mmdevplug.sharding.states import is_sharded
 from tests.columns import NATIVE, job_of
 from tests.jobs import need_peft
@@ -158,3 +164,16 @@ def test_blocks_in_bfloat16_leave_weights_in_float32(tmp_path):
     assert {str(each.dtype) for each in half['weights'].values()} == {'torch.float32'}
     torch.testing.assert_close(half['losses'], plain['losses'], rtol=0, atol=0.05)
     assert half['losses'] != plain['losses']
+
+
+def draw_after_building(seeds):
+    init_device('pytorch', 'cpu')
+    set_random_seed(seeds[torch_dist.get_rank()])
+    build_without_weights(partial(nn.Linear, 2 + 2 * torch_dist.get_rank(), 2))
+    return torch.rand(1).item()
+
+
+@pytest.mark.parametrize(('seeds', 'equal'), [((5, 5), True), ((5, 6), False)])
+def test_ranks_of_one_seed_go_on_as_rank_0_and_others_by_themselves(seeds, equal):
+    one, other = run_ranks(draw_after_building, 2, seeds)
+    assert (one == other) is equal
