@@ -34,7 +34,15 @@ from mmdevplug.patches.load_weights import load_weights
 from mmdevplug.registry import class_of, ours_for
 from tests.checkpoint.training import NoisyModel, build, config, train
 from tests.columns import NATIVE, job_of, lazy
-from tests.jobs import largest_difference, load_file, log_of, note, trained_weights, weights_of
+from tests.jobs import (
+    largest_difference,
+    load_file,
+    log_of,
+    note,
+    torch_before,
+    trained_weights,
+    weights_of,
+)
 from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
 
 # the table -----------------------------------------------------------------------------------
@@ -238,6 +246,7 @@ def test_a_runner_that_builds_in_its_own_way_loses_nothing(tmp_path, accelerator
     compare_runners(accelerator, tmp_path)
 
 
+@pytest.mark.skipif(torch_before('2.13.0'), reason='sharding cards needs PyTorch 2.13')
 @pytest.mark.parametrize('accelerator', ['cpu', NATIVE])
 def test_a_model_that_a_runner_builds_in_its_own_way_is_sharded(tmp_path, accelerator):
     # With a seed for each rank, one that builds a whole model has drawn other numbers.
