@@ -162,7 +162,7 @@ def start(files: Files, say: Say) -> str:
     )
     rows = [
         [f'{say(*kinds[row["kind"]])}{say(", ", "，")}{ranks_of(row["nproc"], say)}']
-        + [f'{row[key]:.1f}' for key in ('first_iteration', 'end', 'cpu')]
+        + [f'{row[key]:.1f}' for key in ('first_iteration', 'end')]
         + [f'{row["memory_mb"]:.0f}']
         for row in files['start_time']['rows']
     ]
@@ -170,7 +170,6 @@ def start(files: Files, say: Say) -> str:
         ('command', '命令'),
         ('s to the first iteration', '到首次迭代的秒数'),
         ('s to the end', '到结束的秒数'),
-        ('CPU s', 'CPU 秒数'),
         ('memory in MB', '内存，MB'),
     ]
     return table(heads_of(heads, say), rows)
