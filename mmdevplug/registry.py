@@ -197,6 +197,17 @@ def with_ours(registry: Registry, cfg: object, default: object = None) -> Any:
     return cfg if kind is None else dict(cfg, type=ours_for(kind))
 
 
+def warn_of_built(thing: object, config: str) -> None:
+    """Say what is lost with an object of theirs that was built without ours, and what to write."""
+    found = replacement_of(type(thing))
+    if found is not None and not isinstance(thing, found[1]):
+        ours: Any = found[1]
+        log_warning(
+            f'{type(thing).__name__} was not built by the runner, so {ours.__name__} does not '
+            f'take its place: {ours.lost}. Give the runner its config instead: {config}.'
+        )
+
+
 def _put_under(kind: type, theirs: type, ours: type) -> type:
     noting: Dict[str, object] = {}
     checking: Dict[str, object] = {}

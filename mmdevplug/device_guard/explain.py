@@ -23,10 +23,15 @@ _MIXED = re.compile(
 )
 #: Errors that may say so, if tensors of the line are on several devices.
 _MAYBE = re.compile(r'device|\bcpu\b|\w+Tensor', re.IGNORECASE)
-#: Errors of a line that names CUDA where there is none.
-_CUDA = re.compile(
-    r'not compiled with CUDA|NVIDIA driver|No CUDA GPUs|torch\.cuda\.\w*Tensor not available'
-)
+#: Errors of a line that asks for CUDA where there is none, and what to write in its place.
+_CUDA = {
+    r'not compiled with CUDA|NVIDIA driver|No CUDA GPUs|torch\.cuda\.\w*Tensor not available': (
+        'Take the device of an input: x.to(y.device), y.new_zeros(...) or device=y.device'
+    ),
+    r'AmpOptim\w+\W+is only available': (
+        "Build mmdevplug.optim.DeviceAmpOptimWrapper there, or the constructor's optim_wrapper_cfg"
+    ),
+}
 #: A name with attributes and constant indices.
 _NAME = re.compile(r"(?<![\w.'\"])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*|\[(?:\d+|'\w+'|\"\w+\")\])*")
 _PART = re.compile(r"\.?([A-Za-z_]\w*)|\[(?:(\d+)|['\"](\w+)['\"])\]")
@@ -66,15 +71,19 @@ def explain_cuda(device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = next((each for each in reversed(chain(error)) if _CUDA.search(str(each))), None)
+        known = ((each, way) for each in reversed(chain(error)) for way in _CUDA.items())
+        cause, advice = next(
+            ((each, advice) for each, (words, advice) in known if re.search(words, str(each))),
+            (None, ''),
+        )
         calls = [] if cause is None else list(traceback.walk_tb(cause.__traceback__))
         user = next((call for call in reversed(calls) if is_of_user(call[0])), None)
         if isinstance(error, DevPlugError) or device.type == 'cuda' or user is None:
             raise
         raise ModelError(
             f'{user[0].f_code.co_filename}:{user[1]} asks for CUDA, and this run computes on '
-            f'{device}. The line: `{_code(user)}`. Take the device of an input: x.to(y.device), '
-            f'y.new_zeros(...) or device=y.device. {type(cause).__name__}: {first_line(cause)}'
+            f'{device}. The line: `{_code(user)}`. {advice}. '
+            f'{type(cause).__name__}: {first_line(cause)}'
         ) from error
 
 

@@ -1,15 +1,14 @@
 """Choose the hooks that a runner gets by default, as the key ``accelerator`` asks."""
 
-from typing import Any, List, Sequence, Union
+from typing import List, Sequence, Union
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import DeviceContext
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.registry import replacement_of, with_ours
+from mmdevplug.registry import warn_of_built, with_ours
 from mmdevplug.utils.annotations import AnyConfig
-from mmdevplug.utils.logs import log_warning
 
 
 def missing_hooks(
@@ -43,12 +42,5 @@ def replace_hook(hook: Union[Hook, AnyConfig]) -> Union[Hook, AnyConfig]:
     """
     if isinstance(hook, dict):
         return with_ours(HOOKS, hook)
-    found = replacement_of(type(hook))
-    if found is not None and not isinstance(hook, found[1]):
-        name = type(hook).__name__
-        ours: Any = found[1]
-        log_warning(
-            f'The hook {name} was built before it was registered, so {ours.__name__} does not '
-            f'take its place: {ours.lost}. Register its config instead: dict(type={name!r}, ...).'
-        )
+    warn_of_built(hook, f'dict(type={type(hook).__name__!r}, ...)')
     return hook

@@ -12,7 +12,7 @@ from mmdevplug.accelerators import Accelerator, DeviceContext
 from mmdevplug.accelerators.backend import waits_for_backward
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import mmengine_supports
-from mmdevplug.registry import class_of, ours_for, replacement_of
+from mmdevplug.registry import class_of, ours_for, replacement_of, warn_of_built
 from mmdevplug.utils.annotations import AnyConfig, AnyOptimWrapper
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
@@ -102,7 +102,13 @@ def warn_of_fp16(cfg: Config) -> None:
 
 
 def check_optimizers(optim_wrapper: OptimWrapper, context: DeviceContext) -> None:
-    """Refuse optimizers that broadcast parameters one by one where each runs a graph."""
+    """Refuse optimizers that broadcast parameters one by one where each runs a graph.
+
+    Warn of wrappers that were built without ours, as by a constructor of the user's own.
+    """
+    for wrapper in list_optim_wrappers(optim_wrapper):
+        if _is_replaced(type(wrapper), context.accelerator):
+            warn_of_built(wrapper, "optim_wrapper=dict(type='OptimWrapper', ...)")
     backend = context.backend
     if backend is None or not waits_for_backward(context.accelerator, backend):
         return

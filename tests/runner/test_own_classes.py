@@ -8,13 +8,14 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.hooks import CheckpointHook, Hook, IterTimerHook, LoggerHook
-from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from mmengine.optim import AmpOptimWrapper, DefaultOptimWrapperConstructor, OptimWrapper
 from mmengine.registry import (
     HOOKS,
     LOG_PROCESSORS,
     LOOPS,
     MODEL_WRAPPERS,
     MODELS,
+    OPTIM_WRAPPER_CONSTRUCTORS,
     OPTIM_WRAPPERS,
     RUNNERS,
 )
@@ -411,7 +412,7 @@ def test_own_optimizer_wrapper_log_processor_and_timer(tmp_path, accelerator):
     ((counted, bases, log),) = run_ranks(train_with_own, 0, accelerator, tmp_path)
     assert counted
     assert {'DeviceLogProcessor', 'DeviceIterTimerHook'} <= set(bases)
-    assert 'The hook CheckpointHook was built before it was registered' in log
+    assert 'CheckpointHook was not built by the runner, so SafeCheckpointHook does not' in log
 
 
 # weights -------------------------------------------------------------------------------------
@@ -610,12 +611,51 @@ class NamesCuda(NoisyModel):
         return super().forward(inputs.to('cuda:0'), *args, **kwargs)
 
 
-def names_cuda(work_dir, accelerator):
-    train(work_dir, accelerator, model=dict(type='NamesCuda'))
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
+class BuildsPlain(DefaultOptimWrapperConstructor):
+    """Takes neither the class nor the config that it is given."""
+
+    kind = OptimWrapper
+
+    def __call__(self, model):
+        return self.kind(
+            optimizer=torch.optim.SGD(model.parameters(), 0.01), clip_grad=dict(max_norm=1.0)
+        )
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
+class BuildsMixed(BuildsPlain):
+    kind = AmpOptimWrapper
+
+
+def train_in_place(work_dir, accelerator, options):
+    train(work_dir, accelerator, **options)
+    return log_of(work_dir)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='is about machines without CUDA')
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
-def test_a_line_that_asks_for_cuda_is_named(tmp_path, accelerator):
-    with pytest.raises(RanksFailed, match=r"asks for CUDA.*The line: `.*to\('cuda:0'\)"):
-        run_ranks(names_cuda, 0, tmp_path, accelerator)
+@pytest.mark.parametrize(
+    ('options', 'line'),
+    [
+        (dict(model=dict(type='NamesCuda')), r"\.to\('cuda:0'\).*Take the device of an input"),
+        (
+            dict(
+                optim_wrapper=dict(constructor='BuildsMixed', optimizer=dict(type='SGD', lr=0.01))
+            ),
+            r'self\.kind\(.*Build mmdevplug\.optim\.DeviceAmpOptimWrapper there',
+        ),
+    ],
+    ids=['model', 'constructor'],
+)
+def test_a_line_that_asks_for_cuda_is_named(tmp_path, accelerator, options, line):
+    with pytest.raises(RanksFailed, match=f'asks for CUDA.*The line: `.*{line}'):
+        run_ranks(train_in_place, 0, tmp_path, accelerator, options)
+
+
+@pytest.mark.parametrize(('accelerator', 'is_lost'), [('cpu', False), lazy('lazy', True)])
+def test_an_optimizer_wrapper_that_a_constructor_builds_itself(tmp_path, accelerator, is_lost):
+    wrapper = dict(constructor='BuildsPlain', optimizer=dict(type='SGD', lr=0.01))
+    options = dict(optim_wrapper=wrapper, length=1)
+    (log,) = run_ranks(train_in_place, 0, tmp_path, accelerator, options, **job_of(accelerator))
+    assert ('OptimWrapper was not built by the runner, so DeviceOptimWrapper' in log) == is_lost
