@@ -54,7 +54,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         ModelError: If something stays behind, e.g. because a submodule overrides ``_apply``.
     """
-    if not misplaced_tensors(module, device):
+    if not misplaced_tensors(module, device) and not _overrides_to(module):
         set_preprocessor_devices(module, device)
         return module
     shared, plan = _shared_slots(module), getattr(module, 'device_plan', None)
@@ -73,6 +73,11 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
             f'or register them as parameters or buffers.'
         )
     return module
+
+
+def _overrides_to(module: nn.Module) -> bool:
+    """Whether the model has a ``to()`` of its own, which may do more than move tensors."""
+    return type(module).to.__module__.split('.')[0] not in ('torch', 'mmengine')
 
 
 def misplaced_tensors(module: nn.Module, device: torch.device) -> Dict[str, torch.device]:

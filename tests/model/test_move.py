@@ -115,3 +115,24 @@ def test_hooks_attributes_and_references_survive(kind, swaps):
     assert expected[-1] is None
     for one, other in zip(expected, found):
         assert one is other is None or torch.allclose(torch.tensor(one), torch.tensor(other))
+
+
+class MovesItself(Model):
+    """Has a tensor that is neither a parameter nor a buffer, and a ``to()`` that moves it."""
+
+    calls = 0
+
+    def to(self, *args, **kwargs):
+        self.calls += 1
+        self.anchors = torch.ones(2).to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+
+
+@in_ranks()
+@pytest.mark.parametrize('name', ['cpu', 'zeta'])
+def test_a_model_that_moves_itself_is_asked_to_on_every_device(name):
+    if name == 'zeta':
+        install_card('zeta')
+    device = get_accelerator(name).device(0)
+    model = move_module(MovesItself(), device)
+    assert (model.calls, model.anchors.device.type) == (1, name)
