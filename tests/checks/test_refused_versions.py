@@ -109,7 +109,7 @@ def test_mmengine_that_a_package_refuses(tmp_path):
     told = only_message(mmdevplug(tmp_path, 'train', path))
     assert 'mmother' in told
     assert f'mmengine >=0.1.0,<=0.9.0, but mmengine {mmengine.__version__} is installed' in told
-    assert 'pip install "mmengine>=0.1.0,<=0.9.0"' in told
+    assert f'pip install "{distribution("mmengine")}>=0.1.0,<=0.9.0"' in told
 
 
 def test_other_failing_imports_stay_what_they_are(tmp_path):
