@@ -147,7 +147,9 @@ def compare_step(runner: DeviceRunner, batch: object) -> List[Finding]:
     unlike = _why_not(runner)
     if unlike is None:
         try:
-            with DefaultScope.overwrite_default_scope(runner.default_scope.scope_name):
+            # None in new-style configs, which hold classes.
+            scope = getattr(runner.default_scope, 'scope_name', None)
+            with DefaultScope.overwrite_default_scope(scope):
                 hosts = [MODELS.build(_config_of(runner)) for _ in range(2)]
             weights = {name: _on_host(each) for name, each in model.state_dict().items()}
             for host in hosts:

@@ -134,8 +134,10 @@ def test_an_operator_of_torch_xla_is_named(job):
     assert status == 1
 
 
-def test_what_is_equal_is_said(job):
+@pytest.mark.parametrize('scope', ['mmengine', None])
+def test_what_is_equal_is_said(job, scope):
     where, path = job()
+    path.write_text(f'{path.read_text()}\ndefault_scope = {scope!r}\n')
     status, out, err = checked(path, **where)
     assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
     assert status == 0
