@@ -2,14 +2,12 @@
 
 from typing import Callable, List, Mapping, Optional, Union
 
-import mmengine
 from mmengine.dist import get_world_size
 from mmengine.hooks import Hook
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
-from mmengine.utils import digit_version
 
-from mmdevplug.data.resumable_loader import Reading, ResumableLoader
-from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.data.resumable_loader import PLACEHOLDER, Reading, ResumableLoader
+from mmdevplug.utils.annotations import AnyLoop, AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import loader_of, progress_of, validation_follows
 from mmdevplug.utils.model import accumulative_counts
@@ -57,8 +55,8 @@ class Progress:
             reading = getattr(self._endless, '_iterator', None)
             if hasattr(self._endless, 'skip_iter'):  # OneDL's
                 vars(self._endless)['skip_iter'] = lambda num_iters: None
-            elif isinstance(reading, Reading) and _drops_batches(loop):
-                reading.placeholders = loop.iter
+            elif isinstance(reading, Reading) and getattr(loop, 'runs_as_mmengine', False):
+                _give_placeholders(loop, reading)
         if loader is not None and resumed_at is not None:
             loader.before_next = random.restore
             if isinstance(loop, EpochBasedTrainLoop) and resumed_at:
@@ -116,13 +114,21 @@ class Progress:
         self._random.state_dict(renew=False)
 
 
-def _drops_batches(loop: IterBasedTrainLoop) -> bool:
-    """Whether a loop that goes on first takes the batches that were trained on, and drops them.
+def _give_placeholders(loop: AnyLoop, reading: Reading) -> None:
+    """Give placeholders for the batches that were trained on, to a loop that may drop them.
 
-    MMEngine's does since 0.10.3, where its ``run`` is called.
+    MMEngine's drops them since 0.10.3. Earlier ones, and forks of them under other numbers, train
+    on what comes first: the batch that follows takes the place of their first placeholder.
     """
-    since = digit_version(mmengine.__version__) >= digit_version('0.10.3')
-    return since and getattr(loop, 'runs_as_mmengine', False)
+    reading.placeholders, run_iter = loop.iter, loop.run_iter
+
+    def run_with_data(batch: object) -> None:
+        if batch is PLACEHOLDER:
+            reading.placeholders = 0
+            batch = next(loop.dataloader_iterator)
+        run_iter(batch)
+
+    vars(loop)['run_iter'] = run_with_data
 
 
 def repeat_validation(

@@ -8,6 +8,7 @@ from typing import (
     Dict,
     Iterator,
     List,
+    Mapping,
     NamedTuple,
     Optional,
     Sequence,
@@ -147,11 +148,16 @@ def compare_step(runner: DeviceRunner, batch: object) -> List[Finding]:
     unlike = _why_not(runner)
     if unlike is None:
         try:
-            with DefaultScope.overwrite_default_scope(runner.default_scope.scope_name):
+            # None in new-style configs, which hold classes.
+            scope = getattr(runner.default_scope, 'scope_name', None)
+            with DefaultScope.overwrite_default_scope(scope):
                 hosts = [MODELS.build(_config_of(runner)) for _ in range(2)]
+            # Also of buffers that no state_dict() has, which a constructor may draw.
+            buffers = {name: _on_host(each) for name, each in model.named_buffers()}
             weights = {name: _on_host(each) for name, each in model.state_dict().items()}
             for host in hosts:
                 host.load_state_dict(weights)
+                _set_buffers(host, buffers)
             here = _step(hosts[0], batch, None)
             spreads = [_step(hosts[1], batch, None, 1)]
         except Exception as error:
@@ -170,6 +176,7 @@ def compare_step(runner: DeviceRunner, batch: object) -> List[Finding]:
     for number in range(2, MOVES + 2):
         if found is not None:
             hosts[1].load_state_dict(weights)
+            _set_buffers(hosts[1], buffers)
             spreads.append(_step(hosts[1], batch, None, number))
             found = find_difference(there, here, spreads, tolerance, str(device))
     if found is None:
@@ -222,6 +229,12 @@ def _config_of(runner: DeviceRunner) -> Optional[AnyConfig]:
     if runner.cfg.get('data_preprocessor') is not None:  # as MMEngine's runner
         config.setdefault('data_preprocessor', copy.deepcopy(runner.cfg.data_preprocessor))
     return config
+
+
+def _set_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
+    for name, buffer in model.named_buffers():
+        if name in values and values[name].shape == buffer.shape:
+            buffer.copy_(values[name])
 
 
 def _on_host(value: object) -> object:

@@ -10,6 +10,7 @@ from mmdevplug.errors import first_line
 from mmdevplug.utils.broken_imports import (
     distribution,
     explain_import,
+    folder_of,
     install_command,
     installed_version,
 )
@@ -82,6 +83,15 @@ def work(task: str, options: TaskOptions, say: Callable[[str], None]) -> Iterato
             yield section.error(f'{found}. {problem.what}', why, problem.command)
         return
     yield section.ok(f'import {task} works')
+    package, imported = distribution(task), installed_version(task)
+    # PyTorch's packages name their build after a plus, the metadata may not.
+    if package is not None and imported is not None:
+        installed = metadata.version(package)
+        if imported.partition('+')[0] != installed.partition('+')[0]:
+            yield section.note(
+                f'import {task} finds version {imported} in {folder_of(task)}, before the '
+                f'installed {package} {installed}'
+            )
 
 
 def _broken(module: str, found: str) -> Finding:

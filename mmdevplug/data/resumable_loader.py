@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from typing_extensions import TypeGuard
 
 
+#: What a loop takes and drops in place of a batch that was trained on.
+PLACEHOLDER = object()
+
+
 class Reading:
     """An iterator over a loader, which counts what it yields."""
 
@@ -47,7 +51,7 @@ class Reading:
     def __next__(self) -> object:
         if self.placeholders > 0:
             self.placeholders -= 1
-            return None
+            return PLACEHOLDER
         if self._inner is None:
             self.begin()
         called, self._loader.before_next = self._loader.before_next, None

@@ -8,6 +8,7 @@ import pickle
 import re
 import zlib
 from collections import deque
+from functools import partial
 from itertools import chain, islice, starmap, zip_longest
 from operator import itemgetter
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
@@ -58,7 +59,7 @@ def compare_data(runner: AnyRunner) -> None:
         SampleError: On one rank, where samples would be validated or tested twice or not at all,
             or ranks would wait for each other in an epoch; the others raise RankFailedError.
     """
-    mine = {}
+    mine, counted = {}, {}
     for kind in ('train', 'val', 'test'):
         configs, loop = getattr(runner, f'_{kind}_dataloader'), getattr(runner, f'_{kind}_loop')
         for index, loader in enumerate(loaders_of(loop)):
@@ -69,7 +70,15 @@ def compare_data(runner: AnyRunner) -> None:
             mine[name]['metric'] = kind != 'train'
             if kind != 'train' and not placement_of(runner).whole:
                 mine[name]['batches'] = length_of(loader)  # for each, ranks gather all weights
-    for name, message, culprit in decide_together('comparing the data', mine, _judge):
+            counted[name] = partial(_count_batches, runner, loader, config)
+    found, uneven = decide_together('comparing the data', mine, _judge)
+    if uneven:
+        # A length may be an estimate: ranks can agree on a number of batches when they read.
+        for name, most in uneven.items():
+            mine[name]['batches'] = counted[name](mine[name]['batches'], most)
+        again = {name: mine[name] for name in uneven}
+        found += decide_together('counting batches', again, _judge_counts)
+    for name, message, culprit in found:
         if culprit is None:
             log_warning(f'{name}: {message}')
             continue
@@ -118,9 +127,8 @@ def stream_of(loop: AnyLoop, name: str) -> Optional[Stream]:
 def _facts(runner: AnyRunner, loop: AnyLoop, loader: object, config: object) -> Facts:
     dataset, own = getattr(loader, 'dataset', None), sampler_of(loader)
     size = length_of(dataset)
-    seed = None if runner._randomness_cfg.get('diff_rank_seed') else runner.seed
     state = host_random_state()
-    sampler = build_sampler(loader, config, getattr(own, 'seed', seed))
+    sampler = _build_sampler(runner, loader, config)
     if sampler is None and type(own) in _WITHOUT_STATE:
         sampler = own
     drawn = share = None
@@ -151,6 +159,12 @@ def _facts(runner: AnyRunner, loop: AnyLoop, loader: object, config: object) -> 
         share=share,
         lists=dict(_lists(dataset)),
     )
+
+
+def _build_sampler(runner: AnyRunner, loader: object, config: object) -> Any:
+    """Build the sampler of a loader a second time, with the seed of the first."""
+    seed = None if runner._randomness_cfg.get('diff_rank_seed') else runner.seed
+    return build_sampler(loader, config, getattr(sampler_of(loader), 'seed', seed))
 
 
 def _lengths(dataset: object, depth: int = 3) -> object:
@@ -210,9 +224,34 @@ def _entries(value: object) -> List[Any]:
     return [] if large or ' at 0x' in repr(entries[:3]) else entries
 
 
-def _judge(ranks: List[Dict[str, Facts]]) -> List[Tuple[str, str, Optional[int]]]:
-    """Find the problem of each loader, and the rank that refuses it; called on rank 0."""
+def _count_batches(
+    runner: AnyRunner, loader: object, config: object, length: int, most: int
+) -> int:
+    """Count the batches of a pass of a repository's batch sampler, and at most one more than most.
+
+    Any other loader gives as many batches as it says.
+    """
+    if not (isinstance(config, Mapping) and isinstance(config.get('batch_sampler'), Mapping)):
+        return length
+    state = host_random_state()
+    sampler = _build_sampler(runner, loader, config)
+    if sampler is not None:
+        batches = build_batch_sampler(loader, config, sampler)
+        length = sum(1 for _ in islice(iter(batches), most + 1))
+    set_host_random_state(state)
+    return length
+
+
+def _judge(
+    ranks: List[Dict[str, Facts]],
+) -> Tuple[List[Tuple[str, str, Optional[int]]], Dict[str, int]]:
+    """Find the problem of each loader, and the rank that refuses it; called on rank 0.
+
+    Returns:
+        tuple: The problems, and the loaders whose lengths differ, each with the largest one.
+    """
     found: List[Tuple[str, str, Optional[int]]] = []
+    uneven = {}
     for name in ranks[0]:
         facts = [each[name] for each in ranks if name in each]
         for message, certain in _judge_one(facts) if len(facts) == len(ranks) else ():
@@ -222,28 +261,40 @@ def _judge(ranks: List[Dict[str, Facts]]) -> List[Tuple[str, str, Optional[int]]
                 found.append((name, message, None))
         counts = list(map(itemgetter('batches'), facts))
         if None not in counts and len(set(counts)) > 1:
-            # The rank with the fewest and some with more.
-            order = sorted(range(len(counts)), key=lambda rank: (counts[rank], rank))
-            listed = '; '.join(
-                f'rank {rank} has {counts[rank]} ({facts[rank]["size"]} samples of '
-                f'{facts[rank]["dataset"]})'
-                for rank in [*order[: MAX_LISTED - 1], *order[MAX_LISTED - 1 :][-1:]]
-            )
+            uneven[name] = max(counts)
+    return found, uneven
+
+
+def _judge_counts(ranks: List[Dict[str, Facts]]) -> List[Tuple[str, str, int]]:
+    """Find the loaders that give ranks different numbers of batches, and who refuses them."""
+    found = []
+    for name in ranks[0]:
+        facts = [each[name] for each in ranks]
+        counts = list(map(itemgetter('batches'), facts))
+        if len(set(counts)) == 1:
+            continue
+        # The rank with the fewest and some with more.
+        order = sorted(range(len(counts)), key=lambda rank: (counts[rank], rank))
+        listed = '; '.join(
+            f'rank {rank} has {counts[rank]} ({facts[rank]["size"]} samples of '
+            f'{facts[rank]["dataset"]})'
+            for rank in [*order[: MAX_LISTED - 1], *order[MAX_LISTED - 1 :][-1:]]
+        )
+        remedy = (
+            'Give all ranks the same samples and the sampler DefaultSampler, which divides '
+            'them, or train by iterations: train_cfg=dict(by_epoch=False, max_iters=...) with '
+            'InfiniteSampler.'
+        )
+        if facts[0]['metric']:
             remedy = (
-                'Give all ranks the same samples and the sampler DefaultSampler, which divides '
-                'them, or train by iterations: train_cfg=dict(by_epoch=False, max_iters=...) with '
-                'InfiniteSampler.'
+                'sharding gathers weights on all ranks for each batch. Use the sampler '
+                'DefaultSampler with round_up=True, or evaluate without sharding.'
             )
-            if facts[0]['metric']:
-                remedy = (
-                    'sharding gathers weights on all ranks for each batch. Use the sampler '
-                    'DefaultSampler with round_up=True, or evaluate without sharding.'
-                )
-            message = (
-                f'ranks have different numbers of batches, and would wait in the middle of an '
-                f'epoch: {listed}. {remedy}'
-            )
-            found.append((name, message, order[0]))
+        message = (
+            f'ranks have different numbers of batches, and would wait in the middle of an '
+            f'epoch: {listed}. {remedy}'
+        )
+        found.append((name, message, order[0]))
     return found
 
 

@@ -2,7 +2,9 @@
 
 import time
 
+import mmengine
 import pytest
+from mmengine.runner import IterBasedTrainLoop
 
 from tests.checkpoint import kept_cases  # noqa: F401  registers Keeps
 from tests.checkpoint.training import SAMPLES, build, train
@@ -70,6 +72,32 @@ def test_a_single_process(tmp_path, by_epoch, die_at, workers):
         by_epoch=by_epoch, train_dataloader__num_workers=workers, checkpoint=EVERY_THIRD
     )
     check_killed(0, tmp_path, options, type='DieAt', iteration=die_at)
+
+
+def _train_on_a_fork(work_dir, options):
+    """With the loop of MMEngine before 0.10.3, in a fork that counts its releases otherwise."""
+    mmengine.__version__ = '1.0.0'
+    IterBasedTrainLoop.run = _drop_no_batches
+    return train(work_dir, **options)
+
+
+def _drop_no_batches(loop):
+    loop.runner.call_hook('before_train')
+    loop.runner.call_hook('before_train_epoch')
+    while loop.iter < loop.max_iters:
+        loop.run_iter(next(loop.dataloader_iterator))
+    loop.runner.call_hook('after_train_epoch')
+    loop.runner.call_hook('after_train')
+
+
+def test_a_fork_whose_loop_drops_no_batches(tmp_path):
+    options = dict(by_epoch=False, checkpoint=dict(interval=3, by_epoch=False))
+    expected = run_ranks(_train_on_a_fork, 0, tmp_path / 'whole', options)
+    killed = dict(options, custom_hooks=[EMA, dict(type='DieAt', iteration=10)])
+    with pytest.raises(RanksFailed):
+        run_ranks(_train_on_a_fork, 0, tmp_path / 'killed', killed)
+    found = run_ranks(_train_on_a_fork, 0, tmp_path / 'killed', dict(options, resume=True))
+    assert_equal_bits(expected, found)
 
 
 # Of more than two, whose sums depend on the order of DDP's buckets.

@@ -65,3 +65,12 @@ def test_mmcv_without_operators(tmp_path, monkeypatch):
     found = list(run_isolated(versions.__name__, ['mmcv', 'mmcv.ops'], {}, 60))
     assert the(found, 'ok').found == 'import mmcv works'
     assert 'MMCV_WITH_OPS=1' in the(found, 'error', 'import mmcv.ops', 'mmcv._ext').remedy
+
+
+def test_a_copy_that_hides_an_installed_package(tmp_path, monkeypatch):
+    pytest.importorskip('mmcv')
+    path = package(tmp_path, 'mmcv', "__version__ = '9.0.0'")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = list(run_isolated(versions.__name__, ['mmcv'], {}, 60))
+    said = the(found, 'note').found
+    assert said.startswith(f'import mmcv finds version 9.0.0 in {path}, before the installed mmcv')

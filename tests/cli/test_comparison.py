@@ -44,11 +44,14 @@ class Part(nn.Module):
         super().__init__()
         self.fault = fault
         self.register_buffer('seen', torch.zeros(1))
+        self.register_buffer('drawn', torch.rand(32), persistent=False)
 
     def forward(self, x):
         card = x.device.type != 'cpu'
         if self.fault == 'output' and card:
             x = x * 1.1
+        if self.fault == 'drawn':
+            x = x * self.drawn * (1.1 if card else 1)
         if self.fault == 'nan' and card:
             x = torch.where(x == x.max(), float('nan'), x)
         if self.fault == 'gradient':
@@ -84,6 +87,7 @@ class Planted(BaseModel):
 
 FAULTS = dict(
     output='the output of part (Part) is ',
+    drawn='the output of part (Part) is ',
     nan='the output of part (Part) is nan on zeta:0 and ',
     gradient='; the operators between it and part differ',
     own='; its parts are right, so that its own forward() differs',
@@ -134,8 +138,10 @@ def test_an_operator_of_torch_xla_is_named(job):
     assert status == 1
 
 
-def test_what_is_equal_is_said(job):
+@pytest.mark.parametrize('scope', ['mmengine', None])
+def test_what_is_equal_is_said(job, scope):
     where, path = job()
+    path.write_text(f'{path.read_text()}\ndefault_scope = {scope!r}\n')
     status, out, err = checked(path, **where)
     assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
     assert status == 0

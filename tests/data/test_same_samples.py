@@ -1,11 +1,12 @@
 """Ranks that do not divide a data set between them are told so before they train."""
 
 import random
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from mmengine.dist import get_rank, get_world_size
+from mmengine.dist import all_reduce, get_rank, get_world_size
 from mmengine.registry import DATA_SAMPLERS, DATASETS
 from torch.utils.data import BatchSampler, ConcatDataset, Dataset, IterableDataset, Sampler, Subset
 
@@ -139,6 +140,24 @@ class OwnBatches(BatchSampler):
         super().__init__(range(len(sampler.dataset)), 359, False)
 
 
+@DATA_SAMPLERS.register_module()
+class Estimated(BatchSampler):
+    """Has another length on each rank, which may agree on the smallest when it reads."""
+
+    def __init__(self, sampler, batch_size, agreed):
+        super().__init__(sampler, batch_size, True)
+        self.agreed = agreed
+
+    def __len__(self):
+        return 2 - get_rank()
+
+    def __iter__(self):
+        most = torch.tensor(len(self))
+        if self.agreed:
+            all_reduce(most, 'min')
+        return islice(super().__iter__(), int(most))
+
+
 def train(work_dir, options):
     train_digits('cpu', work_dir, global_batch=2 * 359, train_cfg__max_epochs=1, **options)
 
@@ -164,6 +183,7 @@ IN_ORDER = dict(type='ByWeight', shuffle=False)
         dict(of('train', dataset__type='Folder'), **of('val', dataset__type='Folder')),
         of('train', sampler=dict(type='ByWeight', own=True)),
         of('train', dataset__type='Share', sampler=IN_ORDER),
+        of('train', batch_sampler=dict(type='Estimated', agreed=True), drop_last=False),
     ],
 )
 def test_nothing_is_said_of_data_that_are_divided(tmp_path, options):
@@ -199,6 +219,14 @@ def test_nothing_is_said_of_data_that_are_divided(tmp_path, options):
 def test_what_is_said(tmp_path, name, options, expected):
     (line,) = warnings_of(tmp_path, of(name, **options))
     assert line.startswith(f'{name}_dataloader: {expected}')
+
+
+def test_batch_samplers_that_do_not_agree_are_refused(tmp_path):
+    options = of('train', batch_sampler=dict(type='Estimated', agreed=False), drop_last=False)
+    with pytest.raises(RanksFailed, match='different numbers of batches') as found:
+        run_ranks(train, 2, tmp_path, options)
+    assert 'rank 1 has 1 (' in str(found.value)
+    assert 'rank 0 has 2 (' in str(found.value)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from mmengine.utils import package_utils
 import mmdevplug
 from mmdevplug.cli.common import add_common_arguments, load_config
 from mmdevplug.errors import DevPlugError
+from tests.commands import python
 
 #: MMEngine knows a package of this name, which is not installed.
 PACKAGE, NAME = 'mmtrack', 'sites/tiny_config'
@@ -92,6 +93,26 @@ def test_read_base_of_a_package(package, tmp_path):
     cfg = load(config)
     assert cfg.answer == 42
     assert cfg.accelerator.type == 'cpu'
+
+
+@pytest.mark.parametrize(
+    ('line', 'built'),
+    [
+        ("__import__('mmdevplug').follow_runner_type()", 'DeviceRunner'),
+        # MMEngine reads custom_imports in old-style configs alone.
+        ("custom_imports = dict(imports=['mmdevplug.autopatch'])", 'Runner'),
+    ],
+)
+def test_a_script_builds_our_runner_from_a_new_style_config(tmp_path, line, built):
+    path = tmp_path / 'mine.py'
+    path.write_text(f"from torch.nn import Linear\n{line}\naccelerator = dict(type='cpu')\n")
+    script = (
+        'from mmengine.config import Config\nfrom mmengine.runner import Runner\n'
+        f'cfg = Config.fromfile({str(path)!r})\n'
+        'runner = Runner.__new__(Runner, cfg=cfg)\nprint(type(runner).__name__)'
+    )
+    done = python('-c', script)
+    assert done.stdout.splitlines()[-1:] == [built], done.stderr
 
 
 def test_our_base_config_asks_for_no_package(no_pkg_resources, tmp_path):
