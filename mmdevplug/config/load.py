@@ -46,10 +46,14 @@ def load_file(path: str, import_modules: bool = True) -> Config:
         if isinstance(cause, SyntaxError):
             read = [each for each, _ in frames if each.f_globals['__name__'] == Config.__module__]
             file, line = read[-1].f_locals.get('filename', path), cause.lineno or 0
-        raise DevPlugError(
-            f'CONFIG {named!r} cannot be read: {file}:{line}: {type(cause).__name__}: '
-            f'{first_line(cause)}'
-        ) from error
+        told = f'{type(cause).__name__}: {first_line(cause)}'
+        if 'Duplicate key' in told and 'runner_type' in told:
+            told += (
+                '. Two files of _base_ set it. If one is a base config of mmdevplug, leave it '
+                "out, and write accelerator = dict(type='auto') beside your runner_type: our "
+                'runner is put under yours.'
+            )
+        raise DevPlugError(f'CONFIG {named!r} cannot be read: {file}:{line}: {told}') from error
 
 
 def _register_modules(scope: str) -> None:

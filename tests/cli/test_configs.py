@@ -5,6 +5,7 @@ from unittest.mock import Mock
 import pytest
 from mmengine.registry import RUNNERS
 
+from mmdevplug import base_config
 from mmdevplug.cli import plan, test, train
 from tests.cli.running import DIGITS, config, mmdevplug, only_line, only_message
 
@@ -28,12 +29,17 @@ def write(folder, name, text):
         (f"_base_ = {DIGITS!r}\nlr = '{{{{$NOT_SET:}}}}'", '`NOT_SET` cannot be found'),
         (f'_base_ = [{DIGITS!r}, {DIGITS!r}]', 'Duplicate key is not allowed among bases'),
         (
+            f"_base_ = ['own.py', {base_config('cpu')!r}]",
+            "leave it out, and write accelerator = dict(type='auto') beside your runner_type",
+        ),
+        (
             "custom_imports = dict(imports=['absent_module'], allow_failed_imports=False)",
             "No module named 'absent_module'",
         ),
     ],
 )
 def test_a_config_that_cannot_be_read(tmp_path, text, says):
+    write(tmp_path, 'own.py', "runner_type = 'OwnRunner'")
     below = write(tmp_path, 'below.py', text)
     path = below if 'read_base' in text else write(tmp_path, 'c.py', "_base_ = './below.py'")
     for found in (
