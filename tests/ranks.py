@@ -100,10 +100,12 @@ class RanksFailed(AssertionError):
         super().__init__('\n'.join(told))
 
 
-def _skip_without_card(errors):
+def _skip_as_ranks_do(errors):
     import card
     import pytest
 
+    if {kind for kind, _, _ in errors.values()} == {'Skipped'}:
+        pytest.skip(next(iter(errors.values()))[1])
     if card.MISSING and any(message == card.MISSING for _, message, _ in errors.values()):
         pytest.skip(card.MISSING)
 
@@ -252,7 +254,8 @@ def run_ranks(
     Raises:
         RanksFailed: If any rank raised.
         AssertionError: If a rank hangs or dies.
-        Skipped: If a rank asked for a stand-in card that this release of PyTorch cannot have.
+        Skipped: If all ranks skip, or one asked for a stand-in card that this release of PyTorch
+            cannot have.
     """
     if vendor is not None:
         from tests.jobs import need_card  # here, so that ranks import a vendor's package first
@@ -293,7 +296,7 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
     if errors:
-        _skip_without_card(errors)
+        _skip_as_ranks_do(errors)
         raise RanksFailed(errors)
     return [results[rank] for rank in sorted(results)]
 

@@ -15,7 +15,7 @@ from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.fault_tolerance.store_barrier import wait_until
 from tests.fault_tolerance.blaming import check_errors
 from tests.jobs import torch_before
-from tests.ranks import errors_of_ranks, run_ranks
+from tests.ranks import errors_of_ranks, in_ranks, run_ranks
 
 
 def start(timeout=60):
@@ -23,24 +23,19 @@ def start(timeout=60):
     return int(os.environ['RANK'])
 
 
-def meet_and_run():
+@in_ranks(3)
+def test_only_rank_0_runs_and_all_get_the_result():
     rank, called = start(), []
-    results = [
-        run_on_main('counting', lambda: called.append(rank) or dict(n=len(called)))
-        for _ in range(3)
-    ]
+    for number in (1, 2, 3):
+        found = run_on_main('counting', lambda: called.append(rank) or dict(n=len(called)))
+        assert found == dict(n=number)
     wait_for_everyone('the end')
     wait_for_everyone('counting')
-    return results, called
+    assert called == ([] if rank else [0] * 3)
 
 
-def test_only_rank_0_runs_and_all_get_the_result():
-    expected = [dict(n=1), dict(n=2), dict(n=3)]
-    found = run_ranks(meet_and_run, 3)
-    assert found == [(expected, [0] * 3), (expected, []), (expected, [])]
-
-
-def wait_often():
+@in_ranks(3)
+def test_waiting_in_every_iteration_leaves_nothing_more_in_the_store():
     rank, order, keys = start(), [], []
     store, _ = failure.current_job()
     if torch_before('1.12.0'):
@@ -53,14 +48,9 @@ def wait_often():
         order.append(int(store.get('order')))
         wait_for_everyone('the next one')
         keys.append(store.num_keys())
-    return order, keys
-
-
-def test_waiting_in_every_iteration_leaves_nothing_more_in_the_store():
-    for order, keys in run_ranks(wait_often, 3):
-        assert order == list(range(20))
-        # What heartbeats and the first turn need is there by then.
-        assert keys[-1] - keys[4] <= (10 if torch_before('1.12.0') else 2)
+    assert order == list(range(20))
+    # What heartbeats and the first turn need is there by then.
+    assert keys[-1] - keys[4] <= (10 if torch_before('1.12.0') else 2)
 
 
 def test_a_single_process_waits_for_nobody():
@@ -111,7 +101,8 @@ def test_a_timeout_names_the_missing_rank_on_all():
     )
 
 
-def give_up_waiting():
+@in_ranks(2)
+def test_a_wait_that_timed_out_leaves_the_store_usable():
     """Rank 0 stops waiting for a counter, which changes just after."""
     rank = start()
     store, _ = failure.current_job()
@@ -123,14 +114,11 @@ def give_up_waiting():
     else:
         reached = wait_until(lambda: store.add('given up', 0) > 0, 30.0)
         store.add('late', 1)
-    values = [store.get(f'value/{rank}').decode() for rank in range(2)]
+    values = [store.get(f'value/{each}').decode() for each in range(2)]
     wait_for_everyone('the end')
-    return reached, values, store.add('late', 0)
-
-
-def test_a_wait_that_timed_out_leaves_the_store_usable():
-    values = ['of rank 0', 'of rank 1']
-    assert run_ranks(give_up_waiting, 2) == [(False, values, 1), (True, values, 1)]
+    assert reached == (rank == 1)
+    assert values == ['of rank 0', 'of rank 1']
+    assert store.add('late', 0) == 1
 
 
 def fail_on_main():
@@ -164,16 +152,13 @@ def test_a_rank_that_dies_while_others_wait(dying):
     check_errors(errors, 'RankFailedError', *words)
 
 
-def wait_under_a_foreign_process_group():
+@in_ranks(2)
+def test_under_a_process_group_that_is_not_ours():
     torch_dist.init_process_group('gloo', timeout=timedelta(seconds=60))
     wait_for_everyone('first batch')
     found = run_on_main('counting', lambda: [1, 2])
     torch_dist.barrier()
-    return found
-
-
-def test_under_a_process_group_that_is_not_ours():
-    assert run_ranks(wait_under_a_foreign_process_group, 2) == [[1, 2], [1, 2]]
+    assert found == [1, 2]
 
 
 def wait_for_minus_one():

@@ -8,7 +8,7 @@ from mmdevplug.hooks import MemoryHook
 from mmdevplug.hooks.memory_hook import MB
 from tests.hooks.memory_jobs import build, train_all
 from tests.jobs import log_of
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, in_ranks, run_ranks
 
 CASES = dict(
     worker_leak=dict(workers=2, dataset='KeptOnes'), workers=dict(workers=2), nothing=dict()
@@ -20,16 +20,13 @@ def logs(tmp_path_factory):
     return run_ranks(train_all, 0, tmp_path_factory.mktemp('leaks'), 'cpu', CASES)[0]
 
 
-def train_with_growing_workers(work_dir):
-    runner = build(work_dir)
+@in_ranks()
+def test_memory_that_has_doubled_is_reported_once(tmp_path):
+    runner = build(tmp_path)
     (hook,) = [hook for hook in runner.hooks if isinstance(hook, MemoryHook)]
     hook._measure_workers = lambda: (40 * MB * runner.iter, 2)
     runner.train()
-    return re.findall(r'Host memory of rank \d+.* has doubled.*', log_of(work_dir))
-
-
-def test_memory_that_has_doubled_is_reported_once(tmp_path):
-    ((warning,),) = run_ranks(train_with_growing_workers, 0, tmp_path)
+    (warning,) = re.findall(r'Host memory of rank \d+.* has doubled.*', log_of(tmp_path))
     told = re.search(
         r'of rank 0 with its 2 loader workers has doubled: (\d+) MB in iteration 10 of this run, '
         r'(\d+) MB now.*num_workers=0 .*memray or tracemalloc',

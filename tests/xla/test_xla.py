@@ -9,7 +9,7 @@ from mmengine.registry import RUNNERS
 
 from tests.gradients.parity import SCENARIOS, compare_all
 from tests.jobs import PATHS, PLAIN, digits_config, largest_difference, train_digits, train_plain
-from tests.ranks import errors_of_ranks, run_ranks
+from tests.ranks import errors_of_ranks, in_ranks, run_ranks
 from tests.xla.executions import cost_of, train_counted
 
 pytestmark = pytest.mark.xla
@@ -19,11 +19,8 @@ pytestmark = pytest.mark.xla
 TOLERANCE = {'mixed_dtypes': 2e-2}
 
 
+@in_ranks(environ=dict(CPU_NUM_DEVICES='4'))
 def test_devices_of_one_process():
-    run_ranks(look_at_devices, 0, environ=dict(CPU_NUM_DEVICES='4'))
-
-
-def look_at_devices():
     import torch
 
     from mmdevplug.accelerators import get_accelerator
