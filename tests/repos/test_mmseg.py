@@ -24,7 +24,7 @@ from tests.repos.training import (
 #: tested on sliding windows, DeepLabV3+ has two heads: each is trained on an eager and on a lazy
 #: device. mmseg's own script trains SegFormer on the CPU.
 CASES = [
-    ('cpu', 2, 'deeplabv3plus'),
+    pytest.param(('cpu', 2, 'deeplabv3plus'), marks=pytest.mark.long),
     ('zeta', 2, 'segformer'),
     pytest.param((NATIVE, 2, 'deeplabv3plus'), marks=pytest.mark.long),
     pytest.param(('cuda', 1, 'segformer'), marks=pytest.mark.cuda),
