@@ -29,6 +29,11 @@ def names_in(folder):
     return sorted(path.name for path in folder.glob('*.pth'))
 
 
+#: Epochs of five iterations.
+SMALL = dict(
+    train_dataloader__dataset=dict(type='NoisyDataset', indices=20),
+    val_dataloader__dataset=dict(type='NoisyDataset', indices=8),
+)
 OPTIONS = [
     dict(interval=1),
     dict(interval=2, max_keep_ckpts=1),
@@ -53,7 +58,7 @@ def test_the_same_files_as_mmengines(tmp_path, options):
         # By default it is the time in seconds, and runs of the same name share what they know.
         name = f'{tmp_path.name}_{kind}'
         checkpoint = dict(options, type=kind)
-        runner = build(folder, experiment_name=name, default_hooks__checkpoint=checkpoint)
+        runner = build(folder, experiment_name=name, default_hooks__checkpoint=checkpoint, **SMALL)
         assert any(type(hook).__name__ == kind for hook in runner.hooks)
         runner.train()
         info = runner.message_hub.runtime_info
