@@ -13,11 +13,12 @@ from mmengine.structures import InstanceData
 from mmdevplug import init_device, patch_mmengine
 from mmdevplug.accelerators import to_device
 from mmdevplug.distributed import gather_results
+from mmdevplug.errors import DevPlugError, SampleError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.patches.metric_results import patch_video_metrics
 from tests.columns import CUDA, NATIVE, backend_of
 from tests.jobs import install_card
-from tests.ranks import errors_of_ranks, in_ranks
+from tests.ranks import in_ranks
 
 XLA = pytest.param('xla', marks=pytest.mark.xla)
 Pair = namedtuple('Pair', 'scores label')
@@ -140,16 +141,12 @@ def test_no_more_than_a_chunk_is_in_flight(tmp_path):
     assert peak < 6 * CHUNK
 
 
-def keep_what_cannot_be_pickled(folder):
-    _, rank = start('cpu', folder)
-    with fail_together('val'):
-        dist.collect_results([1, 2] if rank != 1 else [1, (each for each in 'ab')], 6, 'cpu')
-
-
+@in_ranks(2, together=True)
 def test_a_rank_says_what_it_cannot_send(tmp_path):
-    errors = errors_of_ranks(keep_what_cannot_be_pickled, 2, tmp_path, together=True)
+    _, rank = start('cpu', tmp_path)
+    results = [1, (each for each in 'ab')] if rank == 1 else [1, 2]
     said = 'rank 1: result 1 of 2 that a metric keeps, of type generator, cannot be sent to rank 0'
-    assert errors[1][0] == 'SampleError'
-    for rank in (0, 1):
-        assert said in errors[rank][1]
-        assert 'cannot pickle' in errors[rank][1]
+    with pytest.raises(SampleError if rank == 1 else DevPlugError, match=said) as raised:
+        with fail_together('val'):
+            dist.collect_results(results, 6, 'cpu')
+    assert 'cannot pickle' in str(raised.value)
