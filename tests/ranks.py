@@ -100,10 +100,12 @@ class RanksFailed(AssertionError):
         super().__init__('\n'.join(told))
 
 
-def _skip_without_card(errors):
+def _skip_as_ranks_do(errors):
     import card
     import pytest
 
+    if {kind for kind, _, _ in errors.values()} == {'Skipped'}:
+        pytest.skip(next(iter(errors.values()))[1])
     if card.MISSING and any(message == card.MISSING for _, message, _ in errors.values()):
         pytest.skip(card.MISSING)
 
@@ -175,22 +177,26 @@ def _processes_from(server):
 _starting = threading.Lock()
 _first = forkserver.ForkServer()
 _first.set_forkserver_preload(['tests.preloaded_first'])
-#: For each vendor's package a server, which imported it before MMEngine; for None the common one.
+#: For each vendor's package, which was imported before MMEngine, or for None, and with or without
+#: operators: a server.
 _servers = {}
 
 
-def _server_of(vendor):
-    """The server that ranks come from."""
+def _server_of(vendor, operators):
+    """The server that processes come from."""
     package, paths = (None, ()) if vendor is None else vendor
-    if package not in _servers:
+    key = package, operators
+    if key not in _servers:
         if vendor is not None:
             from tests.jobs import LEAN  # here, so that ranks import the package first
 
             paths = [*paths, *LEAN]
         modules = [*([package] if package else []), *PRELOAD]
+        if operators:
+            modules.append('tests.preloaded_operators')
         _first_server()
-        _servers[package] = _Server(modules, paths)
-    return _servers[package]
+        _servers[key] = _Server(modules, paths)
+    return _servers[key]
 
 
 def _first_server():
@@ -205,7 +211,7 @@ def _first_server():
     return _first
 
 
-def start_process(function, *args, vendor=None, mmengine=True):
+def start_process(function, *args, vendor=None, mmengine=True, operators=False):
     """Start a process that has imported PyTorch, which the caller ends.
 
     Args:
@@ -213,12 +219,14 @@ def start_process(function, *args, vendor=None, mmengine=True):
         *args: Its arguments.
         vendor (tuple, optional): As for :func:`run_ranks`.
         mmengine (bool): Whether it has imported MMEngine and this package, too.
+        operators (bool): Whether it has imported mmcv's operators besides, if there are any.
 
     Returns:
         multiprocessing.Process: The process, started.
     """
     process = _context.Process(target=function, args=args)
-    with _starting, _processes_from(_server_of(vendor) if mmengine else _first_server()):
+    server = _server_of(vendor, operators) if mmengine else _first_server()
+    with _starting, _processes_from(server):
         process.start()
     return process
 
@@ -232,6 +240,7 @@ def run_ranks(
     environ_of=None,
     together=False,
     vendor=None,
+    operators=True,
 ):
     """Call ``function(*args)`` in every rank of a job.
 
@@ -245,6 +254,7 @@ def run_ranks(
             may still be setting up.
         vendor (tuple, optional): A vendor's package that each rank has imported before MMEngine,
             and the folders to find it in: see ``tests.native``.
+        operators (bool): Whether each rank has imported mmcv's operators, if there are any.
 
     Returns:
         list: What each rank returned.
@@ -252,7 +262,8 @@ def run_ranks(
     Raises:
         RanksFailed: If any rank raised.
         AssertionError: If a rank hangs or dies.
-        Skipped: If a rank asked for a stand-in card that this release of PyTorch cannot have.
+        Skipped: If all ranks skip, or one asked for a stand-in card that this release of PyTorch
+            cannot have.
     """
     if vendor is not None:
         from tests.jobs import need_card  # here, so that ranks import a vendor's package first
@@ -266,7 +277,7 @@ def run_ranks(
         variables.update((environ_of or {}).get(rank, {}))
         ours, theirs = _context.Pipe()
         work = (theirs, variables, function, args, together, vendor)
-        process = start_process(_work, *work, vendor=vendor)
+        process = start_process(_work, *work, vendor=vendor, operators=operators)
         theirs.close()
         ranks[rank] = (process, ours)
     results, errors = {}, {}
@@ -293,7 +304,7 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
     if errors:
-        _skip_without_card(errors)
+        _skip_as_ranks_do(errors)
         raise RanksFailed(errors)
     return [results[rank] for rank in sorted(results)]
 

@@ -55,62 +55,51 @@ def run_with_torch(code):
 # what is imported ----------------------------------------------------------------------------
 
 NEW_MODULES = """
+import os
 import sys
 import mmengine
-before = set(sys.modules)
+before, variables = set(sys.modules), dict(os.environ)
 import mmdevplug
+assert variables == dict(os.environ)
 print(*sorted(set(sys.modules) - before))
 """
 
 
-def test_import_brings_neither_torch_nor_a_vendors_package(tmp_path):
-    # Where they are installed they could be imported, so they are.
+@pytest.fixture
+def vendors(tmp_path):
+    """A folder of all vendors' packages, which end a process that imports one."""
     for package in VENDORS:
         (tmp_path / f'{package}.py').write_text('raise SystemExit("imported too early")')
-    found = {name.split('.')[0] for name in run(NEW_MODULES, tmp_path)}
-    assert found.isdisjoint({'torch', 'torchvision', 'mmcv', *VENDORS})
+    return tmp_path
 
 
-def test_accelerators_bring_no_vendors_package(tmp_path):
-    """MMEngine imports those that it knows with `mmengine.device`, and one may hang."""
-    for package in VENDORS:
-        (tmp_path / f'{package}.py').write_text('raise SystemExit("imported too early")')
-    code = 'import mmdevplug.accelerators, mmdevplug.checks.accelerators, sys; print(*sys.modules)'
-    found = run(code, tmp_path)
-    assert 'mmdevplug.accelerators' in found
-    assert set(found).isdisjoint({'mmengine.device', *VENDORS})
-
-
-@pytest.mark.parametrize('command', ['train', 'test'])
-def test_commands_begin_to_start_ranks_without_torch(command):
-    """The process that ranks are forked from imports it, at the same time as the command."""
-    modules = f'mmdevplug.cli.{command}, mmdevplug.cli.launch'
-    found = run(f'import mmdevplug.cli.main, {modules}, sys; print(*sys.modules)')
-    assert f'mmdevplug.cli.{command}' in found
-    assert 'torch' not in found
-
-
-def test_import_brings_none_of_the_parts():
-    found = run(NEW_MODULES)
+def test_import_brings_little_and_sets_no_variable(vendors):
+    found = run(NEW_MODULES, vendors)
+    packages = {name.split('.')[0] for name in found}
+    assert packages.isdisjoint({'torch', 'torchvision', 'mmcv', *VENDORS})
     assert 'mmdevplug' in found
     assert set(found).isdisjoint(module for _, _, module in PARTS)
     assert not [name for name in found if name.startswith('mmdevplug.accelerators')]
 
 
-def test_import_sets_no_environment_variable():
-    changed = """
-import os
-import mmengine
-before = dict(os.environ)
-import mmdevplug
-print(*[name for name in os.environ if os.environ[name] != before.get(name)])
-"""
-    assert run(changed) == []
+def test_accelerators_bring_no_vendors_package(vendors):
+    """MMEngine imports those that it knows with `mmengine.device`, and one may hang."""
+    code = 'import mmdevplug.accelerators, mmdevplug.checks.accelerators, sys; print(*sys.modules)'
+    found = run(code, vendors)
+    assert 'mmdevplug.accelerators' in found
+    assert set(found).isdisjoint({'mmengine.device', *VENDORS})
+
+
+def test_commands_begin_to_start_ranks_without_torch():
+    """The process that ranks are forked from imports it, at the same time as the command."""
+    modules = {f'mmdevplug.cli.{name}' for name in ('main', 'train', 'test', 'launch')}
+    found = {*run(f'import sys, {", ".join(modules)}; print(*sys.modules)')}
+    assert modules <= found
+    assert 'torch' not in found
 
 
 def test_import_leaves_stock_classes_alone():
-    assert (
-        run_with_torch("""
+    run_with_torch("""
 from mmengine.runner import Runner
 from mmengine.model import MMDistributedDataParallel
 from mmengine.dist import utils
@@ -125,8 +114,6 @@ mmdevplug.DeviceHook, mmdevplug.DeviceDistributedDataParallel, mmdevplug.get_acc
 assert state() == before
 assert RUNNERS.get('Runner') is Runner
 """)
-        == []
-    )
 
 
 # look-ups ------------------------------------------------------------------------------------
@@ -168,22 +155,19 @@ print({registry}.get({name!r}).__module__)
     assert run_with_torch(code)[-1].startswith(module)
 
 
-def test_parts_are_found_under_the_scope_of_another_package():
+def test_parts_are_found_under_the_scope_of_another_package_and_stock_ones_as_before():
+    """MMEngine calls `register_all_modules` of a repository whose registries have no locations."""
     run_with_torch("""
-from mmengine.registry import RUNNERS, DefaultScope, Registry
+from mmengine.registry import (
+    HOOKS, MODEL_WRAPPERS, MODELS, RUNNERS, DefaultScope, Registry
+)
 import mmdevplug
+assert Registry('model', parent=MODELS, scope='repo')._locations == []
 CHILD = Registry('runner', parent=RUNNERS, scope='mmother')
 DefaultScope.get_instance('mmother', scope_name='mmother')
 with CHILD.switch_scope_and_registry('mmother') as registry:
     assert registry is CHILD
     assert registry.get('DeviceRunner') is mmdevplug.DeviceRunner
-""")
-
-
-def test_stock_parts_are_still_found():
-    run_with_torch("""
-import mmdevplug
-from mmengine.registry import HOOKS, MODEL_WRAPPERS, RUNNERS
 import mmengine.runner, mmengine.model, mmengine.hooks
 assert RUNNERS.get('Runner') is mmengine.runner.Runner
 assert HOOKS.get('CheckpointHook') is mmengine.hooks.CheckpointHook
@@ -207,15 +191,6 @@ for name in 'HOOKS MODEL_WRAPPERS OPTIM_WRAPPERS RUNNERS'.split():
 """)
 
 
-def test_registries_without_locations_stay_without():
-    """MMEngine then calls `register_all_modules` of their repository."""
-    run_with_torch("""
-import mmdevplug
-from mmengine.registry import MODELS, Registry
-assert Registry('model', parent=MODELS, scope='repo')._locations == []
-""")
-
-
 def test_second_import_registers_nothing_twice():
     run_with_torch(f"""
 import importlib, mmdevplug
@@ -228,9 +203,9 @@ importlib.reload(mmdevplug)
 # names ---------------------------------------------------------------------------------------
 
 
-def test_every_exported_name_is_there():
-    assert (
-        run_with_torch("""
+def test_every_exported_name_is_there_and_no_other():
+    run_with_torch("""
+import sys
 import mmdevplug
 missing = [name for name in mmdevplug.__all__ if getattr(mmdevplug, name, None) is None]
 assert not missing, missing
@@ -238,15 +213,6 @@ from mmdevplug import *
 assert get_accelerator('cpu').name == 'cpu'
 assert 'cpu' in available_accelerators()
 assert DeviceRunner.__name__ == 'DeviceRunner'
-""")
-        == []
-    )
-
-
-def test_exported_names_are_those_of_their_modules():
-    run_with_torch("""
-import sys
-import mmdevplug
 for name, module in [
     ('get_accelerator', 'mmdevplug.accelerators'),
     ('available_accelerators', 'mmdevplug.accelerators'),
@@ -256,12 +222,6 @@ for name, module in [
 ]:
     value = getattr(mmdevplug, name)
     assert value is getattr(sys.modules[module], name), name
-""")
-
-
-def test_unknown_name_is_an_attribute_error():
-    run_with_torch("""
-import mmdevplug
 try:
     mmdevplug.get_acelerator
 except AttributeError as error:

@@ -38,9 +38,7 @@ LONG = (
     'sharding/test_training.py::test_weights_on_the_host_train_as_one_process[npu-1',
     'sharding/test_training.py::test_mixed_precision_is_that',
     'sharding/test_checkpoints.py::test_a_resumed_run_is_the_run_that_was_interrupted[True',
-    'repos/test_mmdet.py::test_losses_are_those_of_one_process[cpu',
     'repos/test_mmdet.py::test_tools_train_of_mmdet_itself',
-    'repos/test_mmseg.py::test_losses_are_those_of_one_process[cpu',
     'repos/test_mmseg.py::test_tools_',
     # Resuming: one of each kind on the card without a backend or on the CPU stays.
     'checkpoint/test_exact_resume.py::test_a_single_process[True-20',

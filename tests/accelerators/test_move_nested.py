@@ -20,7 +20,7 @@ from mmdevplug.errors import SampleError
 from mmdevplug.samples import stack_samples
 from mmdevplug.utils.pytree import tensors_in
 from tests.jobs import install_card
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 Pair = namedtuple('Pair', 'first second')
 
@@ -78,7 +78,8 @@ def test_all_tensors_are_found_in_order():
     assert found == [[1], [2], [3], [4], [1.0, 2.0], [5], [6], [7], [8]]
 
 
-def move():
+@in_ranks()
+def test_tensors_travel_in_one_call():
     install_card('zeta')
     accelerator = get_accelerator('zeta')
     set_device_context(DeviceContext(accelerator, 'a test', accelerator.device(0)))
@@ -110,26 +111,15 @@ def move():
     assert there['sample'].truth.boxes.device.index == 2
     assert 'truth' in there['sample']
     assert before['sample'].truth.boxes.device.type == 'cpu'
-    return dict(
-        there=sorted({str(each.device) for each in tensors_in(there)}),
-        across=sorted({str(each.device) for each in tensors_in(across)}),
-        back=[each.tolist() for each in tensors_in(back)],
-        types=[type(each).__name__ for each in back.values()],
-        gradient=leaf.grad.tolist(),
-        calls=calls,
-    )
-
-
-def test_tensors_travel_in_one_call():
-    (found,) = run_ranks(move, 0)
-    assert found['there'] == ['zeta:2']
-    assert found['across'] == ['zeta:1']
-    assert found['back'] == [[1], [2], [3], [4], [1.0, 2.0], [5], [6], [7], [8], [0.0], [0.0]]
+    assert {str(each.device) for each in tensors_in(there)} == {'zeta:2'}
+    assert {str(each.device) for each in tensors_in(across)} == {'zeta:1'}
+    arrived = [each.tolist() for each in tensors_in(back)]
+    assert arrived == [[1], [2], [3], [4], [1.0, 2.0], [5], [6], [7], [8], [0.0], [0.0]]
     names = 'list tuple Pair Frozen Sample OrderedDict defaultdict ConfigDict Boxes list'
-    assert found['types'] == names.split()
-    assert found['gradient'] == [1.0]
+    assert [type(each).__name__ for each in back.values()] == names.split()
+    assert leaf.grad.tolist() == [1.0]
     # A tensor that occurs twice is sent once.
-    assert found['calls'] == dict(to_device=[10], to_host=[10])
+    assert calls == dict(to_device=[10], to_host=[10])
 
 
 def test_samples_become_a_batch():

@@ -6,23 +6,19 @@ import torch
 
 from mmdevplug.accelerators import available_accelerators, choose_accelerator
 from tests.columns import needs_lazy
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 pytestmark = needs_lazy
 
 
-def choose():
-    detected = choose_accelerator().accelerator.name
-    named = choose_accelerator('lazy')
-    device = named.accelerator.device(0)
-    return detected, 'lazy' in available_accelerators(), named.reason, str(device)
-
-
+@in_ranks()
 def test_chosen_by_name_alone():
-    detected, listed, reason, device = run_ranks(choose, 0)[0]
+    detected = choose_accelerator().accelerator.name
     assert detected != 'lazy'
-    assert not listed
-    assert (reason, device) == ("accelerator.type='lazy'", 'lazy:0')
+    named = choose_accelerator('lazy')
+    assert str(named.accelerator.device(0)) == 'lazy:0'
+    assert 'lazy' not in available_accelerators()
+    assert named.reason == "accelerator.type='lazy'"
 
 
 def compute(operation):
@@ -51,17 +47,14 @@ def test_operations_that_run_a_part_of_the_graph_twice_are_named_once():
     assert 'running statistics twice' in message
 
 
-def read_on_the_way():
-    """Fetch one of two tensors while both are recorded; return how often the layer has run."""
+@in_ranks()
+def test_fetching_a_part_runs_the_whole():
+    """Fetch one of two tensors while both are recorded."""
     accelerator = choose_accelerator('lazy').accelerator
     layer = torch.nn.BatchNorm1d(2, momentum=0.5).to(accelerator.device(0))
     outputs = layer(torch.tensor([[0.0, 2.0], [2.0, 6.0]]).to(accelerator.device(0)))
     accelerator.copies.to_host([outputs.sum()])
     more = outputs + 1
     accelerator.compilation.materialize()
-    return accelerator.copies.to_host([layer.running_mean, more])[0].tolist()
-
-
-def test_fetching_a_part_runs_the_whole():
     # Half of the batch's means, 1 and 4; run twice, they would be 0.75 and 3.
-    assert run_ranks(read_on_the_way, 0) == [[0.5, 2.0]]
+    assert accelerator.copies.to_host([layer.running_mean, more])[0].tolist() == [0.5, 2.0]

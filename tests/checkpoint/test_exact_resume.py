@@ -10,7 +10,7 @@ from tests.checkpoint import kept_cases  # noqa: F401  registers Keeps
 from tests.checkpoint.training import SAMPLES, build, train
 from tests.columns import NATIVE, job_of, lazy
 from tests.jobs import largest_difference, note
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, in_ranks, run_ranks
 
 EVERY_THIRD = dict(interval=3, by_epoch=False, save_best='auto', rule='less', max_keep_ckpts=2)
 EMA = dict(type='EMAHook', momentum=0.1)
@@ -186,23 +186,19 @@ def calls_of(work_dir, options):
     return len(validations), len(iterations), runner.iter, log.read_text()
 
 
-def _finish_and_go_on(work_dir, options):
-    """A whole run, the same resumed twice, and then a longer one."""
-    results = [calls_of(work_dir, options)]
-    for length in (options['length'], options['length'], 2 * options['length']):
-        time.sleep(1.1)  # runs are distinguished by the second
-        results.append(calls_of(work_dir, dict(options, resume=True, length=length)))
-    return results
-
-
 @pytest.mark.parametrize('by_epoch', [True, False])
+@in_ranks()
 def test_a_finished_run_is_not_validated_again(tmp_path, by_epoch):
+    """A whole run, the same resumed twice, and then a longer one."""
     options = dict(
         by_epoch=by_epoch,
         length=2 if by_epoch else 6,
         checkpoint=dict(interval=1 if by_epoch else 3, by_epoch=by_epoch),
     )
-    (found,) = run_ranks(_finish_and_go_on, 0, tmp_path, options)
+    found = [calls_of(tmp_path, options)]
+    for length in (options['length'], options['length'], 2 * options['length']):
+        time.sleep(1.1)  # runs are distinguished by the second
+        found.append(calls_of(tmp_path, dict(options, resume=True, length=length)))
     (validations, _, end, _), *again, (_, iterations, longer_end, log) = found
     assert validations
     for *numbers, log_again in again:

@@ -18,7 +18,7 @@ from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
 from mmdevplug.utils.model import unwrap_model
 from tests.checkpoint.training import TESTED, build, config
 from tests.jobs import messages_of, note
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 
 def small():
@@ -204,23 +204,19 @@ FILES = dict(
 )
 
 
-def on_one_runner(folder):
+@in_ranks()
+def test_files_that_are_no_checkpoint_are_named_in_one_line(tmp_path):
     """What a test, a training with load_from and one with resume say of each file."""
     cases = [(f'{name}.pth', how) for name in FILES for how in ('test', 'load_from', 'resume')]
     for name, (content, _) in FILES.items():
-        (folder / f'{name}.pth').write_bytes(content)
+        (tmp_path / f'{name}.pth').write_bytes(content)
     said = {}
     for name, how in [*cases, ('missing.pth', 'test'), ('', 'test')]:
-        path = str(folder / name)
-        runner = build(folder / 'work', load_from=path, resume=how == 'resume', **TESTED)
+        path = str(tmp_path / name)
+        runner = build(tmp_path / 'work', load_from=path, resume=how == 'resume', **TESTED)
         with pytest.raises(CheckpointError) as refused:
             runner.test() if how == 'test' else runner.train()
         said[name, how] = str(refused.value)
-    return said
-
-
-def test_files_that_are_no_checkpoint_are_named_in_one_line(tmp_path):
-    (said,) = run_ranks(on_one_runner, 0, tmp_path)
     assert 'can not be found' in said.pop(('missing.pth', 'test'))
     assert 'is a directory' in said.pop(('', 'test'))
     for (name, how), text in said.items():
@@ -229,34 +225,30 @@ def test_files_that_are_no_checkpoint_are_named_in_one_line(tmp_path):
         assert len(text.splitlines()) == 1
 
 
-def results_of_part(folder):
+def first_bias(runner):
+    return runner.epoch, float(unwrap_model(runner.model).net[6].bias[0].detach())
+
+
+@in_ranks()
+def test_what_fits_in_part_is_said(tmp_path):
     """What is logged, line by line, when a checkpoint without a head is tested and validated."""
-    runner = build(folder, **TESTED)
+    runner = build(tmp_path, **TESTED)
     weights = runner.model.state_dict()
     del weights['net.6.bias']
     hub = dict(log_scalars={}, runtime_info={}, resumed_keys={})
     meta = dict(epoch=1, iter=8)
-    torch.save(dict(state_dict=weights, meta=meta, message_hub=hub), folder / 'part.pth')
-    torch.save(dict(state_dict=dict(a=torch.ones(1)), meta={}), folder / 'other.pth')
+    torch.save(dict(state_dict=weights, meta=meta, message_hub=hub), tmp_path / 'part.pth')
+    torch.save(dict(state_dict=dict(a=torch.ones(1)), meta={}), tmp_path / 'other.pth')
     found = {}
     for how, name in (('test', 'part'), ('val', 'part'), ('train', 'part'), ('train', 'other')):
         options = dict(experiment_name=f'{how} {name}', resume=how == 'train', **TESTED)
-        runner = build(folder, load_from=str(folder / f'{name}.pth'), **options)
+        runner = build(tmp_path, load_from=str(tmp_path / f'{name}.pth'), **options)
         with messages_of(MMLogger.get_current_instance()) as lines:
             try:
                 getattr(runner, how)()
             except CheckpointError as error:
                 lines.append(f'{error}')
         found[how, name] = lines
-    return found
-
-
-def first_bias(runner):
-    return runner.epoch, float(unwrap_model(runner.model).net[6].bias[0].detach())
-
-
-def test_what_fits_in_part_is_said(tmp_path):
-    (found,) = run_ranks(results_of_part, 0, tmp_path)
     text = '1 missing in the checkpoint (net.6.bias)'
     for how in ('test', 'val'):
         assert [text in line for line in found[how, 'part']].count(True) == 1, found
@@ -265,29 +257,24 @@ def test_what_fits_in_part_is_said(tmp_path):
     assert 'no key of checkpoint' in found['train', 'other'][-1]
 
 
-def begin_with_load_from(folder):
+@in_ranks()
+def test_training_that_has_nothing_to_resume_yet_begins_with_load_from(tmp_path):
     """The epoch and a bias with which training begins, by who asks to resume, twice each."""
-    folder = Path(folder)
     weights = {
-        name: torch.full_like(w, 0.5) for name, w in build(folder).model.state_dict().items()
+        name: torch.full_like(w, 0.5) for name, w in build(tmp_path).model.state_dict().items()
     }
-    torch.save(dict(state_dict=weights), folder / 'first.pth')
-    Config(config('', load_from=str(folder / 'first.pth'), **TESTED)).dump(folder / 'c.py')
+    torch.save(dict(state_dict=weights), tmp_path / 'first.pth')
+    Config(config('', load_from=str(tmp_path / 'first.pth'), **TESTED)).dump(tmp_path / 'c.py')
     found = {}
     # Our command, MMEngine's runner alone as mmseg's script, and mmdet's, which removes load_from.
     for who, asks in dict(ours=dict(resume='auto'), mmseg={}, mmdet=dict(load_from=None)).items():
         for turn in range(2):
-            cfg = Config.fromfile(folder / 'c.py')
-            cfg.merge_from_dict(dict(dict(work_dir=str(folder / who), resume=True), **asks))
+            cfg = Config.fromfile(tmp_path / 'c.py')
+            cfg.merge_from_dict(dict(dict(work_dir=str(tmp_path / who), resume=True), **asks))
             cfg.train_cfg.max_epochs, cfg.experiment_name = 1 + turn, f'{who}{turn}'
             runner = RUNNERS.build(cfg)
             begun = note(runner, 'before_train_epoch', first_bias)
             runner.train()
             found.setdefault(who, []).extend(begun)
-    return found
-
-
-def test_training_that_has_nothing_to_resume_yet_begins_with_load_from(tmp_path):
-    (found,) = run_ranks(begin_with_load_from, 0, tmp_path)
     for who, ((first, bias), (second, _)) in found.items():
         assert (first, bias, second) == (0, 0.5, 1), who

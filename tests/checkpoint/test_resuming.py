@@ -15,7 +15,7 @@ from tests.checkpoint.resume_cases import (
     scheduled,
 )
 from tests.checkpoint.resuming import differences, quickly, start
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 
 def _pairs():
@@ -51,11 +51,6 @@ def test_after_loading_other_weights(tmp_path, by_epoch):
     assert loaded is None or loaded['meta']['epoch'] == 4
 
 
-def _on_ranks(folder, names):
-    cases = dict(KEPT, **OF_SEVERAL_RANKS)
-    return {name: differences(folder / name, cases[name]) for name in names}
-
-
 #: Those of which the ranks' data, buffers and hooks differ most from those of one.
 FEW = ('multi_step', 'default_sampler_by_iter', 'plain', 'zipped', 'participant')
 
@@ -65,10 +60,12 @@ FEW = ('multi_step', 'default_sampler_by_iter', 'plain', 'zipped', 'participant'
     [FEW, pytest.param(sorted({*OF_SEVERAL_RANKS} - {*FEW}), marks=pytest.mark.long)],
     ids=['few', 'others'],
 )
+@in_ranks(2, timeout=900)
 def test_two_ranks(tmp_path, names):
     """Many trainings one after the other, in one job of two processes."""
-    for found in run_ranks(_on_ranks, 2, tmp_path, names, timeout=900):
-        assert not {name: what for name, what in found.items() if what is not None}
+    cases = dict(KEPT, **OF_SEVERAL_RANKS)
+    found = {name: differences(tmp_path / name, cases[name]) for name in names}
+    assert not {name: what for name, what in found.items() if what is not None}
 
 
 @pytest.mark.parametrize('name', KEPT)

@@ -22,13 +22,18 @@ from mmdevplug.hooks.safe_checkpoint_hook import SafeCheckpointHook
 from mmdevplug.runner import DeviceRunner
 from tests.checkpoint.training import build, config, train
 from tests.jobs import largest_difference, log_of, note, torch_before, trained_weights
-from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
+from tests.ranks import RanksFailed, errors_of_ranks, in_ranks, run_ranks
 
 
 def names_in(folder):
     return sorted(path.name for path in folder.glob('*.pth'))
 
 
+#: Epochs of five iterations.
+SMALL = dict(
+    train_dataloader__dataset=dict(type='NoisyDataset', indices=20),
+    val_dataloader__dataset=dict(type='NoisyDataset', indices=8),
+)
 OPTIONS = [
     dict(interval=1),
     dict(interval=2, max_keep_ckpts=1),
@@ -41,17 +46,19 @@ OPTIONS = [
 ]
 
 
-def both(work_dir, options):
+@pytest.mark.parametrize('options', OPTIONS, ids=str)
+@in_ranks()
+def test_the_same_files_as_mmengines(tmp_path, options):
     """The files and what the message hub knows, with MMEngine's hook and with ours."""
     os.environ['TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'] = '1'  # MMEngine's way to publish needs it
     registry.REPLACED.pop('mmengine.hooks.checkpoint_hook.CheckpointHook')
     found = []
     for kind in ('CheckpointHook', 'SafeCheckpointHook'):
-        folder = work_dir / kind
+        folder = tmp_path / kind
         # By default it is the time in seconds, and runs of the same name share what they know.
-        name = f'{work_dir.name}_{kind}'
+        name = f'{tmp_path.name}_{kind}'
         checkpoint = dict(options, type=kind)
-        runner = build(folder, experiment_name=name, default_hooks__checkpoint=checkpoint)
+        runner = build(folder, experiment_name=name, default_hooks__checkpoint=checkpoint, **SMALL)
         assert any(type(hook).__name__ == kind for hook in runner.hooks)
         runner.train()
         info = runner.message_hub.runtime_info
@@ -59,29 +66,21 @@ def both(work_dir, options):
         known['pointer'] = (folder / 'last_checkpoint').read_text()
         known = {name: text.replace(str(folder), '') for name, text in known.items()}
         found.append((sorted(name.split('-')[0] for name in names_in(folder)), known))
-    return found
-
-
-@pytest.mark.parametrize('options', OPTIONS, ids=str)
-def test_the_same_files_as_mmengines(tmp_path, options):
-    ((stock, ours),) = run_ranks(both, 0, tmp_path, options)
+    stock, ours = found
     assert ours == stock
 
 
-def replaced(work_dir):
+@in_ranks()
+def test_mmengines_hook_is_replaced(tmp_path):
     kinds = []
-    cfg = config(work_dir)
+    cfg = config(tmp_path)
     cfg['accelerator'] = dict(type='cpu')
     for hooks in (dict(checkpoint=dict(type='CheckpointHook', interval=1)), {}):
         cfg['default_hooks'].pop('checkpoint', None)
         cfg['default_hooks'].update(hooks)
         runner = DeviceRunner.from_cfg(Config(cfg))
         kinds += [type(h).__name__ for h in runner.hooks if isinstance(h, CheckpointHook)]
-    return kinds
-
-
-def test_mmengines_hook_is_replaced(tmp_path):
-    assert run_ranks(replaced, 0, tmp_path) == [['SafeCheckpointHook', 'SafeCheckpointHook']]
+    assert kinds == ['SafeCheckpointHook', 'SafeCheckpointHook']
 
 
 # failures ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.state_types import Maybe, differences
 from tests.checkpoint.training import build
 from tests.jobs import load_file
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 
 def place(value, path, new):
@@ -47,9 +47,10 @@ CHANGED = {
 }
 
 
-def refusals(folder):
-    build(folder, length=1).train()
-    whole = load_file(folder / 'epoch_1.pth')
+@in_ranks(timeout=200)
+def test_every_value_of_another_type_is_named(tmp_path):
+    build(tmp_path, length=1).train()
+    whole = load_file(tmp_path / 'epoch_1.pth')
     said = {}
     for key, (path, value) in CHANGED.items():
         changed = dict(whole)
@@ -62,17 +63,12 @@ def refusals(folder):
             changed['mmdevplug'] = dict(whole['mmdevplug'], ranks=ranks)
         else:
             changed = place(whole, path, value)
-        torch.save(changed, folder / 'changed.pth')
-        runner = build(folder, length=2, resume=True)
-        runner._load_from = str(folder / 'changed.pth')
+        torch.save(changed, tmp_path / 'changed.pth')
+        runner = build(tmp_path, length=2, resume=True)
+        runner._load_from = str(tmp_path / 'changed.pth')
         with pytest.raises(CheckpointError) as refused:
             runner.train()
         said[key] = str(refused.value)
-    return said
-
-
-def test_every_value_of_another_type_is_named(tmp_path):
-    (said,) = run_ranks(refusals, 0, tmp_path, timeout=200)
     for key, text in said.items():
         assert 'Cannot resume: ' in text
         assert key in text

@@ -11,7 +11,7 @@ from .running import environment, the
 
 
 @pytest.fixture
-def children(monkeypatch):
+def children(monkeypatch, forked_checks):
     """Let children find packages of a folder and the stand-in card."""
 
     def use(*paths, **environ):

@@ -28,7 +28,7 @@ def look(path, options):
 
 
 @pytest.fixture
-def examine(tmp_path, monkeypatch):
+def examine(tmp_path, monkeypatch, forked_checks):
     def call(lines, seconds=120, accelerator='cpu', isolated=False):
         path = tmp_path / 'config.py'
         path.write_text(textwrap.dedent(lines))

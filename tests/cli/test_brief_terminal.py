@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from tests.cli.running import CONFIG, config
-from tests.commands import CLI, environment, run
+from tests.cli.running import CONFIG, config, mmdevplug
+from tests.commands import run
 
 
 @pytest.mark.parametrize('words', [(), ('--verbose',)])
@@ -54,10 +54,8 @@ def test_a_warning_of_several_ranks_is_shown_once(tmp_path, words, times):
     (tmp_path / 'warns.py').write_text(WARNS)
     lines = "custom_hooks = [dict(type='Warns')]\ntrain_cfg = dict(max_epochs=1)"
     path = config(tmp_path, lines, ['warns'])
-    done = run(
-        *(*CLI, 'train', path, '--nproc', '2', *words, '--work-dir', tmp_path / 'work'),
-        env=environment(tmp_path),
-    )
+    words = ('--nproc', '2', *words, '--work-dir', tmp_path / 'work')
+    done = mmdevplug(tmp_path, 'train', path, *words)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count('UserWarning: on all ranks') == times
     assert done.stderr.count('UserWarning: on one rank') == 1

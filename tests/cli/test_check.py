@@ -1,7 +1,6 @@
 """tools/check.py, as a user runs it."""
 
 import os
-import sys
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from mmdevplug.checks.one_step import _apart
 from tests.cli.checking import checked
 from tests.cli.running import AUTO, CONFIG, config
-from tests.commands import environment, run
+from tests.commands import environment, python
 from tests.jobs import ROOT, need_card, needs_modes
 
 #: A model whose last part does what a line says, with a tensor that is made on a device.
@@ -88,7 +87,7 @@ def digits():
     """As a user runs it, in a shell with variables of an earlier job."""
     before = sorted(os.listdir(ROOT)), sorted(os.listdir(ROOT / 'configs' / 'digits'))
     env = environment(RANK='3', MASTER_PORT='29500')
-    done = run(sys.executable, 'tools/check.py', CONFIG, env=env)
+    done = python('tools/check.py', CONFIG, env=env)
     assert before == (sorted(os.listdir(ROOT)), sorted(os.listdir(ROOT / 'configs' / 'digits')))
     return done
 

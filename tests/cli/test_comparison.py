@@ -4,7 +4,7 @@ import pytest
 
 from tests.cli.checking import checked
 from tests.cli.running import STANDIN, config
-from tests.commands import CLI, environment, run
+from tests.commands import environment, python
 from tests.jobs import need_card
 
 #: Parts that compute otherwise on a card, as operators of vendors do.
@@ -157,9 +157,10 @@ def test_the_comparison_can_be_left_out(job):
 def test_a_training_does_not_begin_where_numbers_differ(job):
     where, path = job('output')
     work_dir = where['folder'] / 'work'
-    words = ['train', path, '--compare-with-cpu', '--nproc', '2', '--work-dir', work_dir]
+    words = ['-m', 'mmdevplug.cli.main', 'train', path, '--compare-with-cpu']
+    words += ['--nproc', '2', '--work-dir', work_dir]
     env = environment(where['folder'], STANDIN, FAKECARD_NAME='zeta')
-    done = run(*CLI, *words, env=env)
+    done = python(*words, env=env)
     assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith('mmdevplug: ModelError: the output of part (Part) is 3.'), done.stderr

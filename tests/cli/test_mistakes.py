@@ -25,7 +25,7 @@ from tests.cli.running import (
     only_message,
 )
 from tests.commands import CLI, run
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path):
@@ -192,7 +192,8 @@ def test_lazy_layers_may_wait_in_a_single_process():
     check_materialized(nn.BatchNorm1d(2))
 
 
-def wrap_all():
+@in_ranks(2)
+def test_what_the_wrapper_refuses():
     init_device('pytorch', 'cpu', timeout=60)
     found = []
     lazy, meta = nn.Sequential(nn.LazyLinear(3)), nn.Sequential(nn.Linear(2, 2)).to('meta')
@@ -203,14 +204,10 @@ def wrap_all():
             found.append(str(error))
     wrapped = DeviceDistributedDataParallel(nn.Linear(2, 2))
     wrapped(torch.ones(1, 2)).sum().backward()
-    return found
-
-
-def test_what_the_wrapper_refuses():
-    for lazy, meta, function in run_ranks(wrap_all, 2):
-        assert 'Sequential: 0.weight has no shape yet' in lazy
-        assert 'Sequential: 0.weight is on the device meta' in meta
-        assert 'of type function; expected an nn.Module' in function
+    lazy, meta, function = found
+    assert 'Sequential: 0.weight has no shape yet' in lazy
+    assert 'Sequential: 0.weight is on the device meta' in meta
+    assert 'of type function; expected an nn.Module' in function
 
 
 def test_the_version():

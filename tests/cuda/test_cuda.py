@@ -7,16 +7,24 @@ sampling, model parallel and real models on a GPU, too.
 """
 
 import pytest
+import torch
+from torch import distributed as torch_dist
 
 import mmdevplug
 from tests.columns import CUDA, NATIVE, device_of, gpus, job_of, within
 from tests.conformance.card import Asked
 from tests.conformance.test_collectives import compare
-from tests.cuda.jobs import carry_objects, first_weights, infer, page_locked
 from tests.features.rows import ROWS, train_rows
-from tests.jobs import largest_difference, train_digits, train_plain
+from tests.jobs import (
+    install_card,
+    largest_difference,
+    start,
+    train_digits,
+    train_plain,
+    weights_of,
+)
 from tests.native import needs_native
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 each = pytest.mark.parametrize('accelerator', [pytest.param(NATIVE, marks=needs_native), CUDA])
 
@@ -55,16 +63,72 @@ def test_features_in_a_single_rank_of_a_group(tmp_path, accelerator):
 
 
 @each
+@in_ranks(timeout=200)
 def test_first_weights_are_drawn_where_the_config_says(tmp_path, accelerator):
-    (found,) = run_ranks(
-        first_weights, 0, accelerator, tmp_path, timeout=200, **job_of(accelerator, 1)
-    )
+    """By our runner with each choice, and by MMEngine's."""
+    from mmengine.registry import MODELS
+    from mmengine.runner import Runner
+
+    from mmdevplug.runner import DeviceRunner
+    from tests.features.parts import FeatureNet
+    from tests.features.rows import row_config
+
+    @MODELS.register_module(force=True)
+    class Placed(FeatureNet):
+        def init_weights(self):
+            self.drawn_on = self.head.weight.device.type
+            super().init_weights()
+
+    install_card(accelerator)
+    found = {}
+    for place in ('auto', 'host', 'device', 'mmengine'):
+        cfg = row_config('sgd', accelerator, tmp_path)
+        cfg.model = dict(type='Placed')
+        cfg.optim_wrapper.optimizer.lr = 0.0
+        cfg.experiment_name = place
+        cfg.accelerator.initial_weights = 'auto' if place == 'mmengine' else place
+        runner = (Runner if place == 'mmengine' else DeviceRunner).from_cfg(cfg)
+        runner.train()
+        found[place] = runner.model.drawn_on, weights_of(runner.model)
     drawn_on = {name: place for name, (place, _) in found.items()}
     default = accelerator if accelerator == 'cuda' else 'cpu'
     assert drawn_on == dict(auto=default, host='cpu', device=accelerator, mmengine=accelerator)
     assert largest_difference(found['device'][1], found['mmengine'][1]) == 0.0
     like = 'device' if accelerator == 'cuda' else 'host'
     assert largest_difference(found['auto'][1], found[like][1]) == 0.0
+
+
+def page_locked(accelerator):
+    """Train where gradients pass through page-locked memory of the host.
+
+    A GPU stands for an eager device whose tensors gloo does not take.
+    """
+    import mmdevplug.staged  # noqa: F401
+    from mmdevplug import DeviceDistributedDataParallel, init_device
+    from mmdevplug.accelerators.torch_native import TorchNativeAccelerator
+    from mmdevplug.staged.host_buffers import pins_memory
+    from tests.gradients.averaging import batch, net
+
+    install_card(accelerator)
+    device = TorchNativeAccelerator(type=accelerator)
+    context = init_device('pytorch', device, forced_backend='gloo', timeout=60)
+    wrapper = DeviceDistributedDataParallel(
+        net(64),
+        accelerator=device,
+        broadcast_buffers=False,
+        bucket_cap_mb=0.01,
+        process_group=torch_dist.new_group(backend='staged'),
+    )
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        wrapper(batch(step, context.device, 64)).square().mean().backward()
+        optimizer.step()
+    return dict(
+        weights=weights_of(wrapper.module),
+        locked=pins_memory(context.device.type),
+        device=str(next(wrapper.parameters()).device),
+    )
 
 
 @each
@@ -78,13 +142,29 @@ def test_gradients_pass_through_page_locked_memory(accelerator):
 
 
 @each
+@in_ranks(2)
 def test_objects(accelerator):
-    for rank, found in enumerate(run_ranks(carry_objects, 2, accelerator, **job_of(accelerator))):
-        assert found['by_torch'] == [dict(of=0), dict(of=1)]
-        assert found['gathered'] == [0, 1]
-        assert found['sent'] == [dict(of=0)]
-        assert found['cpu'] == found['gpu'] == ([0, 1] if rank == 0 else None)
-        assert found['total'] == 2.0
+    """Objects and sums by MMEngine's own functions, and by PyTorch's."""
+    from mmengine import dist
+
+    from mmdevplug import patch_mmengine
+
+    start(accelerator)
+    patch_mmengine()
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    by_torch = [None] * size
+    torch_dist.all_gather_object(by_torch, dict(of=rank))
+    assert by_torch == [dict(of=0), dict(of=1)]
+    sent = [dict(of=rank)]
+    dist.broadcast_object_list(sent)
+    assert sent == [dict(of=0)]
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert float(total) == 2.0
+    assert dist.all_gather_object(rank) == [0, 1]
+    for device in ('cpu', 'gpu'):
+        collected = dist.collect_results([rank], size, device=device)
+        assert collected == (None if rank else [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +178,24 @@ def test_every_collective(accelerator, ranks):
 
 
 @each
+@in_ranks()
 def test_inferencers(accelerator):
-    ((device, difference),) = run_ranks(infer, 0, accelerator, **job_of(accelerator, 1))
-    assert device == f'{accelerator}:0'
-    assert difference <= within(accelerator, 1e-6)
+    """What an inferencer predicts on a device, and the same model on the host."""
+    from mmengine.model import revert_sync_batchnorm
+
+    from docs.sites.parts import SiteInferencer, SiteNet
+    from mmdevplug import patch_mmengine
+
+    install_card(accelerator)
+    patch_mmengine(accelerator)
+    torch.manual_seed(0)
+    on_host = revert_sync_batchnorm(SiteNet()).eval()
+    cfg = dict(model=dict(type='SiteNet'), test_dataloader=dict(collate_fn='default_collate'))
+    inferencer = SiteInferencer(cfg, show_progress=False)
+    inferencer.model.load_state_dict(on_host.state_dict())
+    inputs = list(torch.linspace(-1, 1, 24).reshape(4, 6))
+    scores = torch.tensor(inferencer(inputs, batch_size=4)['predictions'])
+    with torch.no_grad():
+        expected = on_host(torch.stack(inputs))
+    assert str(next(inferencer.model.parameters()).device) == f'{accelerator}:0'
+    assert (scores - expected).abs().max() <= within(accelerator, 1e-6)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError
 from tests.jobs import install_card, need_card
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 
 class Case(NamedTuple):
@@ -400,18 +400,15 @@ def test_two_cards(told, name):
     check_moves(told[name]['apart'])
 
 
-def fall_back(name):
+@pytest.mark.parametrize('name', ['matmul', 'gather', 'eos', 'cross_entropy'])
+@in_ranks()
+def test_a_card_that_computes_on_in_silence(name):
+    need_card()
     import card
 
     card.install('zeta', variant=card.Variant(falls_back=True))
     case, devices = CASES[name], ('zeta:0', 'zeta:1')
-    return stock_outcome(case, *devices, lambda: None), run_case(case, *devices)
-
-
-@pytest.mark.parametrize('name', ['matmul', 'gather', 'eos', 'cross_entropy'])
-def test_a_card_that_computes_on_in_silence(name):
-    need_card()
-    ((stock, told),) = run_ranks(fall_back, 0, name)
+    stock, told = stock_outcome(case, *devices, lambda: None), run_case(case, *devices)
     assert stock == 'silent'
     check_report(name, told, 'zeta:0', 'zeta:1')
     check_moves(told)

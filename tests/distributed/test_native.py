@@ -49,8 +49,8 @@ def start(backend):
     return torch_dist.get_rank(), torch_dist.get_world_size()
 
 
-def carry(name, backend):
-    """Every collective once; what they gave, as lists."""
+def check_collectives(name, backend):
+    """Every collective once, and what it refuses."""
     rank, size = start(backend)
     getattr(torch, name).set_device(rank)
     device = torch.device(name, rank)
@@ -72,23 +72,23 @@ def carry(name, backend):
 
     share = torch.empty(1, device=device)
     twice, each = torch.empty(size * 2, device=device), torch.empty(size, device=device)
-    got = {
-        str(dtype): after(torch_dist.all_reduce, mine(dtype=dtype))
-        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool)
-    }
-    got['max'] = after(torch_dist.all_reduce, mine(), torch_dist.ReduceOp.MAX)
-    got['broadcast'] = after(torch_dist.broadcast, mine(), 1)
-    got['reduce'] = after(torch_dist.reduce, mine(), 0)
-    got['all_gather'] = parts_after(torch_dist.all_gather, 2, mine())
-    got['all_gather_into_tensor'] = after(torch_dist.all_gather_into_tensor, twice, mine())
-    got['reduce_scatter_tensor'] = after(torch_dist.reduce_scatter_tensor, share, mine(size))
-    got['reduce_scatter'] = after(torch_dist.reduce_scatter, share, ones())
-    got['all_to_all'] = parts_after(torch_dist.all_to_all, 1, ones())
-    got['all_to_all_single'] = after(torch_dist.all_to_all_single, each, mine(size))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int64):
+        assert after(torch_dist.all_reduce, mine(dtype=dtype)) == [3, 3]
+    assert after(torch_dist.all_reduce, mine(dtype=torch.bool)) == [True, True]
+    assert after(torch_dist.all_reduce, mine(), torch_dist.ReduceOp.MAX) == [2, 2]
+    assert after(torch_dist.broadcast, mine(), 1) == [2, 2]
+    reduced = after(torch_dist.reduce, mine(), 0)
+    assert rank or reduced == [3, 3]
+    assert parts_after(torch_dist.all_gather, 2, mine()) == [1, 1, 2, 2]
+    assert after(torch_dist.all_gather_into_tensor, twice, mine()) == [1, 1, 2, 2]
+    assert after(torch_dist.reduce_scatter_tensor, share, mine(size)) == [3]
+    assert after(torch_dist.reduce_scatter, share, ones()) == [3]
+    assert parts_after(torch_dist.all_to_all, 1, ones()) == [1, 2]
+    assert after(torch_dist.all_to_all_single, each, mine(size)) == [1, 2]
     parts = [torch.empty(2, device=device) for _ in range(size)] if rank == 0 else None
     torch_dist.gather(mine(), parts)
-    got['gather'] = torch.stack(parts).tolist() if rank == 0 else 'elsewhere'
-    got['scatter'] = after(torch_dist.scatter, share, ones() if rank == 0 else None)
+    assert rank or torch.stack(parts).tolist() == [[1, 1], [2, 2]]
+    assert after(torch_dist.scatter, share, ones() if rank == 0 else None) == [1]
     tensor = mine()
     works = torch_dist.batch_isend_irecv(
         [
@@ -98,44 +98,54 @@ def carry(name, backend):
     )
     for work in works:
         work.wait()
-    got['p2p'] = tensor.tolist()
+    assert tensor.tolist() == [2 - rank, 2 - rank]
     tensor = mine()
     work = torch_dist.all_reduce(tensor, async_op=True)
     doubled = work.get_future().then(lambda future: future.value()[0] * 2)
-    got['future'] = doubled.wait().tolist()
+    assert doubled.wait().tolist() == [6, 6]
     torch_dist.barrier()
     objects = [None] * size
     torch_dist.all_gather_object(objects, dict(rank=rank))
-    got['objects'] = objects
+    assert objects == [dict(rank=0), dict(rank=1)]
     listed = [f'of {rank}']
     torch_dist.broadcast_object_list(listed, 1)
-    got['object_list'] = listed
-    pair = torch_dist.new_group([0, 1])
-    if rank < 2:
-        tensor = mine()
-        torch_dist.all_reduce(tensor, group=pair)
-        got['pair'] = tensor.tolist()
+    assert listed == ['of 1']
+    tensor = mine()
+    torch_dist.all_reduce(tensor, group=torch_dist.new_group([0, 1]))
+    assert tensor.tolist() == [3, 3]
+    assert str(tensor.device) == f'{name}:{rank}'
     model = torch.nn.parallel.DistributedDataParallel(
         nn.Linear(2, 1, bias=False).to(device), device_ids=[rank], find_unused_parameters=True
     )
     model(mine(1, 2)).sum().backward()
-    got['ddp'] = model.module.weight.grad.tolist()
-    got['placed'] = str(tensor.device)
-    got['refused'] = dict(
-        host=refused(torch_dist.all_reduce, torch.ones(1)) if ':' not in backend else None,
-        host_in_list=refused(torch_dist.all_gather, [torch.ones(2)] * size, mine()),
-        layout=refused(torch_dist.all_reduce, mine(2, 3).t()),
-        dtype=refused(
-            torch_dist.broadcast, mine(dtype=torch.uint8).view(torch.float8_e5m2fnuz), 0
-        ),
-        double=refused(torch_dist.all_reduce, mine(dtype=torch.float64)),
-        bitwise=refused(torch_dist.all_reduce, mine(dtype=torch.int32), torch_dist.ReduceOp.BAND),
-        average=refused(torch_dist.all_reduce, mine(), torch_dist.ReduceOp.AVG),
-        anyone=refused(torch_dist.recv, mine()),
-        monitored=refused(torch_dist.monitored_barrier),
-    )
+    assert model.module.weight.grad.tolist() == [[1.5, 1.5]]
+    label, vendor = name.upper(), backend.upper()
+    says = refused(torch_dist.all_reduce, torch.ones(1))
+    assert 'No backend type associated with device type cpu' in says
+    says = refused(torch_dist.all_gather, [torch.ones(2)] * size, mine())
+    assert f'Tensors must be {label} and dense' in says
+    assert 'contiguous' in refused(torch_dist.all_reduce, mine(2, 3).t())
+    odd = mine(dtype=torch.uint8).view(torch.float8_e5m2fnuz)
+    says = refused(torch_dist.broadcast, odd, 0)
+    assert says == f'Unsupported data type for {vendor} process group'
+    double = 'HCCL allreduce: Unsupported data type' if name == 'npu' else 'accepted'
+    assert double in refused(torch_dist.all_reduce, mine(dtype=torch.float64))
+    integers = mine(dtype=torch.int32)
+    says = refused(torch_dist.all_reduce, integers, torch_dist.ReduceOp.BAND)
+    assert says == f'Cannot use ReduceOp.BAND with {vendor}'
+    says = refused(torch_dist.all_reduce, mine(), torch_dist.ReduceOp.AVG)
+    assert says == ('Cannot use ReduceOp.AVG with CNCL' if name == 'mlu' else 'accepted')
+    says = refused(torch_dist.recv, mine())
+    assert says == f'ProcessGroup{vendor} does not support recv'
+    # PyTorch 2.14 says it in other words.
+    says = refused(torch_dist.monitored_barrier)
+    assert re.search('only implemented for GLOO|a CPU-capable backend', says)
     torch_dist.destroy_process_group()
-    return got
+
+
+@pytest.mark.parametrize('name', ['npu', 'mlu', 'zeta'])
+def test_collectives(name):
+    run_native(name, check_collectives, 2, name, CARDS[name][1])
 
 
 def missing_names(name):
@@ -172,44 +182,6 @@ def test_parameters_are_those_of_torch_npu():
     assert run_native('npu', other_parameters, 0) == [{}]
 
 
-@pytest.mark.parametrize('name', ['npu', 'mlu', 'zeta'])
-def test_collectives(name):
-    ranks = run_native(name, carry, 2, name, CARDS[name][1])
-    for rank, got in enumerate(ranks):
-        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int64):
-            assert got[str(dtype)] == [3, 3]
-        assert got['torch.bool'] == [True, True]
-        assert got['max'] == got['broadcast'] == [2, 2]
-        assert got['all_gather'] == got['all_gather_into_tensor'] == [1, 1, 2, 2]
-        assert got['reduce_scatter_tensor'] == got['reduce_scatter'] == [3]
-        assert got['all_to_all'] == got['all_to_all_single'] == [1, 2]
-        assert got['scatter'] == [1]
-        assert rank or got['reduce'] == [3, 3]
-        assert got['gather'] == ('elsewhere' if rank else [[1, 1], [2, 2]])
-        assert got['p2p'] == [2 - rank, 2 - rank]
-        assert got['future'] == [6, 6]
-        assert got['objects'] == [dict(rank=0), dict(rank=1)]
-        assert got['object_list'] == ['of 1']
-        assert got['pair'] == [3, 3]
-        assert got['ddp'] == [[1.5, 1.5]]
-        assert got['placed'] == f'{name}:{rank}'
-        label, backend = name.upper(), CARDS[name][1].upper()
-        says = got['refused']
-        assert 'No backend type associated with device type cpu' in says['host']
-        assert f'Tensors must be {label} and dense' in says['host_in_list']
-        assert 'contiguous' in says['layout']
-        assert says['dtype'] == f'Unsupported data type for {backend} process group'
-        double = 'HCCL allreduce: Unsupported data type' if name == 'npu' else 'accepted'
-        assert double in says['double']
-        assert says['bitwise'] == f'Cannot use ReduceOp.BAND with {backend}'
-        assert says['average'] == (
-            'Cannot use ReduceOp.AVG with CNCL' if name == 'mlu' else 'accepted'
-        )
-        assert says['anyone'] == f'ProcessGroup{backend} does not support recv'
-        # PyTorch 2.14 says it in other words.
-        assert re.search('only implemented for GLOO|a CPU-capable backend', says['monitored'])
-
-
 # what the package sends ------------------------------------------------------------------------
 
 
@@ -225,11 +197,7 @@ def sample(rank, number, device):
     )
 
 
-def devices_in(samples):
-    return sorted({str(tensor.device) for tensor in tensors_in(samples)})
-
-
-def send(name, made_by, backend):
+def check_messages(name, made_by, backend):
     """Everything of ours that sends, in a group that ``made_by`` started."""
     accelerator = dict(type=name, package=CARDS[name][0])
     if made_by == 'us':
@@ -240,62 +208,65 @@ def send(name, made_by, backend):
     rank, size = context.env.rank, context.env.world_size
     device = context.device
     mmdevplug.patch_mmengine(context.accelerator)
-    got = dict(
-        place=str(group_device()),
-        takes=backends.takes_tensors(context.accelerator, context.backend),
-        json=gather_json(dict(rank=rank)),
-    )
+    by_host = name == 'zeta' or backend == 'cpu:gloo,npu:hccl'
+    place = 'cpu' if by_host else f'{name}:{rank}'
+    assert str(group_device()) == place
+    assert backends.takes_tensors(context.accelerator, context.backend)
+    assert gather_json(dict(rank=rank)) == [dict(rank=0), dict(rank=1)]
     mine = [sample(rank, number, device) for number in range(3 * rank + 1)]
-    for where in (None, 'cpu'):
+    for where, expected in ((None, f'{name}:{rank}'), ('cpu', 'cpu')):
         pool = gather_samples(mine, device=where)
         slices = balance_samples(mine, device=where)
         exact, left = balance_samples(mine, 2, device=where)
-        got[f'samples {where}'] = dict(
-            pool=[each['text'] for each in pool],
-            large=[each['large'].mean().item() for each in pool],
-            arrays=[int(each['array'][0]) for each in pool],
-            devices=devices_in([pool, slices, exact, left]),
-            slices=[each['text'] for each in slices],
-            exact=[len(exact), len(left)],
-        )
+        assert [each['text'] for each in pool] == ['0/0', '1/0', '1/1', '1/2', '1/3']
+        assert [each['large'].mean().item() for each in pool] == [0, 0, 1, 2, 3]
+        assert [int(each['array'][0]) for each in pool] == [0, 1, 1, 1, 1]
+        assert {str(each.device) for each in tensors_in([pool, slices, exact, left])} == {expected}
+        assert [each['text'] for each in slices] == [['0/0', '1/0', '1/1'], ['1/2', '1/3']][rank]
+        assert (len(exact), len(left)) == (2, rank)
     sampler = DynamicSampler(
         lambda: [dict(value=torch.full((1,), 10.0 * rank, device=device), ok=True)] * (rank + 1),
         lambda drawn: drawn['ok'],
         4,
     )
     drawn = next(iter(sampler))['value']
-    got['drawn'] = (str(drawn.device), len(drawn))
+    assert (str(drawn.device), len(drawn)) == (f'{name}:{rank}', 2)
 
     alone = [torch_dist.new_group([0, 1]), torch_dist.new_group([0, 1], backend='gloo')]
-    got['groups'] = [(str(group_device(group)), gather_json(rank, group)) for group in alone]
+    found = [(str(group_device(group)), gather_json(rank, group)) for group in alone]
+    assert found == [(place, [0, 1]), ('cpu', [0, 1])]
 
     tensors = [torch.full((3,), rank + 1.0), torch.full((2,), rank + 1, device=device)]
     broadcast_tensors(tensors, context.accelerator)
-    got['broadcast'] = [tensor.tolist() for tensor in tensors]
+    assert [tensor.tolist() for tensor in tensors] == [[1, 1, 1], [1, 1]]
     layers = nn.BatchNorm1d(2).to(device)
     layers.running_mean.fill_(rank)
     check_same_model(layers)
     buffers = RankBuffers(SimpleNamespace(model=layers, hooks=[])).state_dict()
-    got['buffers'] = [each.tolist() for each in buffers]
-    got['hosts'] = group_by_host(gather_json(host_name()))
-    got['settled'] = refused(FinitePolicy(True).stop, [f'weight of {rank}'])
+    # Those of the first are saved as weights: mean, variance, batches.
+    expected = [[rank, rank], [1, 1], 0] if rank else []
+    assert [each.tolist() for each in buffers] == expected
+    assert group_by_host(gather_json(host_name())) == [[0, 1]]
+    settled = refused(FinitePolicy(True).stop, [f'weight of {rank}'])
+    assert settled.startswith('gradients are not finite')
 
     # MMEngine's own messages
     host = torch.tensor([rank + 1.0])
     mmengine_dist.all_reduce(host)
-    got['all_reduce'] = (str(host.device), host.item())
-    got['objects'] = mmengine_dist.all_gather_object(dict(rank=rank))
+    assert (str(host.device), host.item()) == ('cpu', 3)
+    objects = mmengine_dist.all_gather_object(dict(rank=rank))
+    assert objects == [dict(rank=0), dict(rank=1)]
     listed = [f'of {rank}', rank]
     mmengine_dist.broadcast_object_list(listed, 1)
-    got['listed'] = listed
-    got['gathered'] = mmengine_dist.gather_object(rank)
-    got['seed'] = mmengine_dist.sync_random_seed()
+    assert listed == ['of 1', 1]
+    gathered = mmengine_dist.gather_object(rank)
+    assert rank or gathered == [0, 1]
+    seeds = gather_json(mmengine_dist.sync_random_seed())
+    assert seeds[0] == seeds[1]
     for where in ('cpu', 'gpu'):
-        got[f'results {where}'] = mmengine_dist.collect_results(
-            [f'{rank}a', f'{rank}b'], 2 * size, where
-        )
+        results = mmengine_dist.collect_results([f'{rank}a', f'{rank}b'], 2 * size, where)
+        assert results == (None if rank else ['0a', '1a', '0b', '1b'])
     torch_dist.destroy_process_group()
-    return got
 
 
 def share_a_card(masks, uuids=None, **options):
@@ -339,7 +310,7 @@ def test_two_ranks_share_a_card_over_gloo():
 
 def test_a_group_without_host_tensors_is_refused():
     with pytest.raises(RanksFailed, match="Start it with init_process_group.'cpu:gloo,zeta:zccl"):
-        run_native('zeta', send, 2, 'zeta', 'somebody', 'zccl')
+        run_native('zeta', check_messages, 2, 'zeta', 'somebody', 'zccl')
 
 
 @pytest.mark.parametrize(
@@ -352,37 +323,7 @@ def test_a_group_without_host_tensors_is_refused():
     ],
 )
 def test_messages_travel_where_the_backend_takes_them(name, made_by, backend):
-    ranks = run_native(name, send, 2, name, made_by, backend)
-    by_host = name == 'zeta' or backend == 'cpu:gloo,npu:hccl'
-    assert ranks[0]['seed'] == ranks[1]['seed']
-    for rank, got in enumerate(ranks):
-        device = f'{name}:{rank}'
-        place = 'cpu' if by_host else device
-        assert got['place'] == place
-        assert got['takes']
-        assert got['json'] == [dict(rank=0), dict(rank=1)]
-        for where, expected in ((None, device), ('cpu', 'cpu')):
-            found = got[f'samples {where}']
-            assert found['pool'] == ['0/0', '1/0', '1/1', '1/2', '1/3']
-            assert found['large'] == [0, 0, 1, 2, 3]
-            assert found['arrays'] == [0, 1, 1, 1, 1]
-            assert found['devices'] == [expected]
-            assert found['slices'] == [['0/0', '1/0', '1/1'], ['1/2', '1/3']][rank]
-            assert found['exact'] == [2, rank]
-        assert got['drawn'] == (device, 2)
-        assert got['groups'] == [(place, [0, 1]), ('cpu', [0, 1])]
-        assert got['broadcast'] == [[1, 1, 1], [1, 1]]
-        # Those of the first are saved as weights: mean, variance, batches.
-        assert got['buffers'] == ([[rank, rank], [1, 1], 0] if rank else [])
-        assert got['hosts'] == [[0, 1]]
-        assert got['settled'].startswith('gradients are not finite')
-        assert got['all_reduce'] == ('cpu', 3)
-        assert got['objects'] == [dict(rank=0), dict(rank=1)]
-        assert got['listed'] == ['of 1', 1]
-    assert ranks[0]['gathered'] == [0, 1]
-    for where in ('cpu', 'gpu'):
-        assert ranks[0][f'results {where}'] == ['0a', '1a', '0b', '1b']
-        assert ranks[1][f'results {where}'] is None
+    run_native(name, check_messages, 2, name, made_by, backend)
 
 
 def average_gradients(backend):

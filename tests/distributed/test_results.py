@@ -13,11 +13,12 @@ from mmengine.structures import InstanceData
 from mmdevplug import init_device, patch_mmengine
 from mmdevplug.accelerators import to_device
 from mmdevplug.distributed import gather_results
+from mmdevplug.errors import DevPlugError, SampleError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.patches.metric_results import patch_video_metrics
-from tests.columns import CUDA, NATIVE, backend_of, job_of
+from tests.columns import CUDA, NATIVE, backend_of
 from tests.jobs import install_card
-from tests.ranks import errors_of_ranks, run_ranks
+from tests.ranks import in_ranks
 
 XLA = pytest.param('xla', marks=pytest.mark.xla)
 Pair = namedtuple('Pair', 'scores label')
@@ -65,26 +66,24 @@ def describe(collected):
     )
 
 
-def collect(accelerator, folder):
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, XLA, CUDA])
+@in_ranks(2)
+def test_rank_0_gets_what_mmengine_gives_it_without_a_folder(accelerator, tmp_path):
     mmengines = dist.dist.collect_results_cpu
-    device, rank = start(accelerator, folder)
+    device, rank = start(accelerator, tmp_path)
     results = results_of(rank, device)
     # The last names a folder that nobody can write to.
     ways = dict(cpu=('cpu', None), gpu=('gpu', None), folder=('cpu', '/proc/nowhere'))
     found = {name: describe(dist.collect_results(results, 9, *way)) for name, way in ways.items()}
-    own = mmengines(to_device(results, 'cpu'), 9, str(folder / 'shared'))
+    own = mmengines(to_device(results, 'cpu'), 9, str(tmp_path / 'shared'))
     found['mmengine'] = describe(own)
     one = dist.collect_results([rank], 1, 'cpu')
     uneven = dist.collect_results([[]] if rank else [], 4, 'gpu')
-    return found, one, uneven, os.listdir()
-
-
-@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, XLA, CUDA])
-def test_rank_0_gets_what_mmengine_gives_it_without_a_folder(accelerator, tmp_path):
-    first, second = run_ranks(collect, 2, accelerator, tmp_path, **job_of(accelerator))
-    assert second == (dict.fromkeys(('cpu', 'gpu', 'folder', 'mmengine')), None, None, [])
-    found, *others = first
-    assert others == [[0], [[]], []]
+    assert os.listdir() == []
+    if rank == 1:
+        assert [*found.values(), one, uneven] == [None] * 6
+        return
+    assert (one, uneven) == ([0], [[]])
     assert found['cpu'] == found['gpu'] == found['folder'] == found['mmengine']
     assert found['cpu']['same']
     assert found['cpu']['order'] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 3), (1, 3), (1, 4)]
@@ -92,28 +91,26 @@ def test_rank_0_gets_what_mmengine_gives_it_without_a_folder(accelerator, tmp_pa
     assert found['cpu']['boxes'][1] == ('cpu', 1.0)
 
 
-def collect_videos(folder):
-    from mmdet.evaluation.metrics.base_video_metric import collect_tracking_results
-
-    _, rank = start('cpu', folder)
-    patch_video_metrics()
-    return collect_tracking_results([rank, None] * (rank + 1)), os.listdir()
-
-
 @pytest.mark.operators
+@in_ranks(2)
 def test_metrics_of_videos_need_no_folder(tmp_path):
     pytest.importorskip('mmdet')
-    first, second = run_ranks(collect_videos, 2, tmp_path)
-    assert first == ([0, None, 1, None, 1, None], [])
-    assert second == (None, [])
+    from mmdet.evaluation.metrics.base_video_metric import collect_tracking_results
+
+    _, rank = start('cpu', tmp_path)
+    patch_video_metrics()
+    collected = collect_tracking_results([rank, None] * (rank + 1))
+    assert collected == (None if rank else [0, None, 1, None, 1, None])
+    assert os.listdir() == []
 
 
 CHUNK = 1 << 20
 
 
-def count_memory(folder):
+@in_ranks(2)
+def test_no_more_than_a_chunk_is_in_flight(tmp_path):
     """Collect 60 MB in pieces: masks as arrays, as tensors and as bytes, and one large result."""
-    _, rank = start('cpu', folder)
+    _, rank = start('cpu', tmp_path)
     gather_results.CHUNK_BYTES = CHUNK
     sizes = []
     exchange = gather_results.exchange_bytes
@@ -133,28 +130,23 @@ def count_memory(folder):
     collected = dist.collect_results(results, 400, 'cpu')
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return sizes, peak, None if collected is None else len(collected)
-
-
-def test_no_more_than_a_chunk_is_in_flight(tmp_path):
-    (nothing, _, collected), (sizes, peak, none) = run_ranks(count_memory, 2, tmp_path)
-    assert (nothing, collected, none) == ([], 400, None)
+    if rank == 0:
+        assert len(collected) == 400
+        assert sizes == []
+        return
+    assert collected is None
     assert sum(sizes) > 60e6
     assert len(sizes) > 40
     assert max(sizes) < 1.5 * CHUNK
     assert peak < 6 * CHUNK
 
 
-def keep_what_cannot_be_pickled(folder):
-    _, rank = start('cpu', folder)
-    with fail_together('val'):
-        dist.collect_results([1, 2] if rank != 1 else [1, (each for each in 'ab')], 6, 'cpu')
-
-
+@in_ranks(2, together=True)
 def test_a_rank_says_what_it_cannot_send(tmp_path):
-    errors = errors_of_ranks(keep_what_cannot_be_pickled, 2, tmp_path, together=True)
+    _, rank = start('cpu', tmp_path)
+    results = [1, (each for each in 'ab')] if rank == 1 else [1, 2]
     said = 'rank 1: result 1 of 2 that a metric keeps, of type generator, cannot be sent to rank 0'
-    assert errors[1][0] == 'SampleError'
-    for rank in (0, 1):
-        assert said in errors[rank][1]
-        assert 'cannot pickle' in errors[rank][1]
+    with pytest.raises(SampleError if rank == 1 else DevPlugError, match=said) as raised:
+        with fail_together('val'):
+            dist.collect_results(results, 6, 'cpu')
+    assert 'cannot pickle' in str(raised.value)

@@ -10,12 +10,13 @@ from torch import distributed as torch_dist
 from mmdevplug import init_device
 from mmdevplug.distributed.process_group import to_timeout
 from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
+from mmdevplug.errors import LaunchError, RankFailedError
 from mmdevplug.fault_tolerance import failure, failure_watch
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.fault_tolerance.store_barrier import wait_until
 from tests.fault_tolerance.blaming import check_errors
 from tests.jobs import torch_before
-from tests.ranks import errors_of_ranks, run_ranks
+from tests.ranks import errors_of_ranks, in_ranks, run_ranks
 
 
 def start(timeout=60):
@@ -23,24 +24,19 @@ def start(timeout=60):
     return int(os.environ['RANK'])
 
 
-def meet_and_run():
+@in_ranks(3)
+def test_only_rank_0_runs_and_all_get_the_result():
     rank, called = start(), []
-    results = [
-        run_on_main('counting', lambda: called.append(rank) or dict(n=len(called)))
-        for _ in range(3)
-    ]
+    for number in (1, 2, 3):
+        found = run_on_main('counting', lambda: called.append(rank) or dict(n=len(called)))
+        assert found == dict(n=number)
     wait_for_everyone('the end')
     wait_for_everyone('counting')
-    return results, called
+    assert called == ([] if rank else [0] * 3)
 
 
-def test_only_rank_0_runs_and_all_get_the_result():
-    expected = [dict(n=1), dict(n=2), dict(n=3)]
-    found = run_ranks(meet_and_run, 3)
-    assert found == [(expected, [0] * 3), (expected, []), (expected, [])]
-
-
-def wait_often():
+@in_ranks(3)
+def test_waiting_in_every_iteration_leaves_nothing_more_in_the_store():
     rank, order, keys = start(), [], []
     store, _ = failure.current_job()
     if torch_before('1.12.0'):
@@ -53,14 +49,9 @@ def wait_often():
         order.append(int(store.get('order')))
         wait_for_everyone('the next one')
         keys.append(store.num_keys())
-    return order, keys
-
-
-def test_waiting_in_every_iteration_leaves_nothing_more_in_the_store():
-    for order, keys in run_ranks(wait_often, 3):
-        assert order == list(range(20))
-        # What heartbeats and the first turn need is there by then.
-        assert keys[-1] - keys[4] <= (10 if torch_before('1.12.0') else 2)
+    assert order == list(range(20))
+    # What heartbeats and the first turn need is there by then.
+    assert keys[-1] - keys[4] <= (10 if torch_before('1.12.0') else 2)
 
 
 def test_a_single_process_waits_for_nobody():
@@ -70,48 +61,48 @@ def test_a_single_process_waits_for_nobody():
         run_on_main('dividing', lambda: 1 / 0)
 
 
-def wait_for_rank_2(seconds):
-    failure_watch.REPORT_SECONDS = 2.0
-    messages = []
-    failure_watch.say = messages.append
-    rank = start()
+def wait_for_rank_2():
+    """The lines that ranks print; rank 2 goes on when another one has."""
+    rank, messages = start(), []
+    store, _ = failure.current_job()
+
+    def say(text, *_):
+        messages.append(text)
+        store.set('said', '1')
+
+    failure_watch.REPORT_SECONDS, failure_watch.say = 2.0, say
     enter_phase('data preparation')
     if rank == 2:
-        time.sleep(seconds)
+        store.wait(['said'])
     wait_for_everyone('first batch')
     return messages
 
 
 def test_a_rank_that_waits_says_for_whom():
-    messages = run_ranks(wait_for_rank_2, 3, 9)
+    messages = run_ranks(wait_for_rank_2, 3)
     assert messages.pop(2) == []
     lines = ' '.join(messages[0] + messages[1])
     assert "ranks 0, 1 in 'first batch: waiting for the others' at " in lines
     assert "rank 2 in 'data preparation' at test_waiting.py:" in lines
 
 
-def come_too_late():
+@in_ranks(3, together=True)
+def test_a_timeout_names_the_missing_rank_on_all():
     rank = start()
     enter_phase('reading annotations')
     if rank == 1:
         time.sleep(8)
-    wait_for_everyone('data preparation', timeout=timedelta(seconds=3))
+    with pytest.raises(RankFailedError) as raised:
+        wait_for_everyone('data preparation', timeout=timedelta(seconds=3))
+    said = str(raised.value)
+    assert 'because of rank 1 of 3' in said
+    assert "in 'reading annotations'" in said
+    assert "missing after 3 s at 'data preparation'" in said
+    assert 'env_cfg.dist_cfg.timeout' in said
 
 
-def test_a_timeout_names_the_missing_rank_on_all():
-    errors = errors_of_ranks(come_too_late, 3, together=True)
-    assert sorted(errors) == [0, 1, 2]
-    check_errors(
-        errors,
-        'RankFailedError',
-        'because of rank 1 of 3',
-        "in 'reading annotations'",
-        "missing after 3 s at 'data preparation'",
-        'env_cfg.dist_cfg.timeout',
-    )
-
-
-def give_up_waiting():
+@in_ranks(2)
+def test_a_wait_that_timed_out_leaves_the_store_usable():
     """Rank 0 stops waiting for a counter, which changes just after."""
     rank = start()
     store, _ = failure.current_job()
@@ -123,14 +114,11 @@ def give_up_waiting():
     else:
         reached = wait_until(lambda: store.add('given up', 0) > 0, 30.0)
         store.add('late', 1)
-    values = [store.get(f'value/{rank}').decode() for rank in range(2)]
+    values = [store.get(f'value/{each}').decode() for each in range(2)]
     wait_for_everyone('the end')
-    return reached, values, store.add('late', 0)
-
-
-def test_a_wait_that_timed_out_leaves_the_store_usable():
-    values = ['of rank 0', 'of rank 1']
-    assert run_ranks(give_up_waiting, 2) == [(False, values, 1), (True, values, 1)]
+    assert reached == (rank == 1)
+    assert values == ['of rank 0', 'of rank 1']
+    assert store.add('late', 0) == 1
 
 
 def fail_on_main():
@@ -150,8 +138,12 @@ def test_an_error_of_rank_0_ends_all():
 def die_while_others_wait(dying):
     rank = start()
     enter_phase('data preparation')
-    time.sleep(6)  # for the phase to be known
+    store, _ = failure.current_job()
+    while failure.current_watch().heartbeat.read(dying).phase != 'data preparation':
+        time.sleep(0.1)
+    store.add('phase is known', 1)
     if rank == dying:
+        assert wait_until(lambda: store.add('phase is known', 0) == 3, 60.0)
         os._exit(9)
     wait_for_everyone('first batch')
 
@@ -160,31 +152,27 @@ def die_while_others_wait(dying):
 def test_a_rank_that_dies_while_others_wait(dying):
     errors = errors_of_ranks(die_while_others_wait, 3, dying, together=True)
     assert errors.pop(dying)[0] == 'Died'
-    words = (f'because of rank {dying} of 3', "in 'data preparation'")
-    check_errors(errors, 'RankFailedError', *words)
+    check_errors(errors, 'RankFailedError', f'because of rank {dying} of 3')
+    if dying == 0:  # with the store, so that its neighbour alone says where it was
+        del errors[1]
+    check_errors(errors, 'RankFailedError', "in 'data preparation'")
 
 
-def wait_under_a_foreign_process_group():
+@in_ranks(2)
+def test_under_a_process_group_that_is_not_ours():
     torch_dist.init_process_group('gloo', timeout=timedelta(seconds=60))
     wait_for_everyone('first batch')
     found = run_on_main('counting', lambda: [1, 2])
     torch_dist.barrier()
-    return found
-
-
-def test_under_a_process_group_that_is_not_ours():
-    assert run_ranks(wait_under_a_foreign_process_group, 2) == [[1, 2], [1, 2]]
-
-
-def wait_for_minus_one():
-    start()
-    wait_for_everyone('first batch', timeout=-1)
+    assert found == [1, 2]
 
 
 def test_an_infinite_timeout_is_a_long_one():
     assert to_timeout(float('inf')) > timedelta(days=10000)
 
 
+@in_ranks(2, together=True)
 def test_a_timeout_that_is_none():
-    errors = errors_of_ranks(wait_for_minus_one, 2, together=True)
-    check_errors(errors, 'LaunchError', 'timeout=-1')
+    start()
+    with pytest.raises(LaunchError, match='timeout=-1'):
+        wait_for_everyone('first batch', timeout=-1)

@@ -19,7 +19,7 @@ from mmdevplug.errors import LaunchError
 from tests.cli.running import CONFIG, SHORT
 from tests.commands import run
 from tests.jobs import PLAIN, digits_config
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 AGENT = dict(
     TORCHELASTIC_RUN_ID='none',
@@ -154,32 +154,15 @@ def test_a_member_of_a_job_does_not_run_alone_even_if_it_makes_no_sense(changes,
         refuse_to_run_alone(dict(MEMBER, **changes))
 
 
-def exported():
+@in_ranks()
+def test_a_job_of_slurm_drops_torchruns_variables():
     """What a job of Slurm sees after a stale job of torchrun."""
     os.environ.update(TORCHRUN)
     LaunchEnv('slurm', 0, 0, 2, 1, '127.0.0.1', 29500).export()
-    names = [*TORCHRUN]
-    return {name: os.environ[name] for name in names if name in os.environ}
-
-
-def test_a_job_of_slurm_drops_torchruns_variables():
-    assert run_ranks(exported, 0) == [
-        dict(
-            RANK='0', LOCAL_RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1',
-            MASTER_PORT='29500', LOCAL_WORLD_SIZE='1',
-        )
-    ]  # fmt: skip
-
-
-def train_among_leftovers(work_dir, leftovers):
-    """A library's call, without our command line."""
-    cfg = digits_config('cpu', work_dir, **dict(PLAIN, train_cfg__max_epochs=1))
-    os.environ.update(leftovers)
-    before = dict(os.environ)
-    runner = RUNNERS.build(cfg)
-    runner.train()
-    changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
-    return type(runner.model).__name__, runner.iter, sorted(changed & set(TORCHRUN))
+    assert {name: os.environ[name] for name in TORCHRUN if name in os.environ} == dict(
+        RANK='0', LOCAL_RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='29500',
+        LOCAL_WORLD_SIZE='1',
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -190,11 +173,18 @@ def train_among_leftovers(work_dir, leftovers):
     ],
     ids=['torchrun', 'nonsense'],
 )
+@in_ranks()
 def test_a_single_process_trains_and_leaves_the_variables_alone(tmp_path, leftovers):
-    (found,) = run_ranks(train_among_leftovers, 0, tmp_path, leftovers)
-    assert found[0] == 'DigitsClassifier'
-    assert found[1] > 0
-    assert found[2] == []
+    """A library's call, without our command line."""
+    cfg = digits_config('cpu', tmp_path, **dict(PLAIN, train_cfg__max_epochs=1))
+    os.environ.update(leftovers)
+    before = dict(os.environ)
+    runner = RUNNERS.build(cfg)
+    runner.train()
+    changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+    assert type(runner.model).__name__ == 'DigitsClassifier'
+    assert runner.iter > 0
+    assert not changed & set(TORCHRUN)
 
 
 def test_two_processes_of_torchrun_do_not_train_apart_unnoticed(tmp_path):

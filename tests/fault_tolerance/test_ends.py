@@ -18,7 +18,7 @@ from mmdevplug.fault_tolerance import failure
 from mmdevplug.fault_tolerance.ended_ranks import describe_end
 from tests.commands import environment, run
 from tests.jobs import ROOT
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 STARTS = int(os.environ.get('MMDEVPLUG_STARTS', '6'))
 
@@ -37,8 +37,10 @@ def test_no_rank_ends_with_another_status():
     assert found == dict(jobs=STARTS, bad=[])
 
 
-def end(failing, late=False):
-    """Whether a process group exists, and which threads, after each step of an ordinary end."""
+@pytest.mark.parametrize(('failing', 'late'), [(False, False), (True, False), (False, True)])
+@in_ranks(2)
+def test_groups_end_before_the_watch_unless_a_rank_failed(failing, late):
+    """Collectives of a rank that failed may never complete: nothing waits for them."""
     init_device('pytorch', 'cpu', timeout=60)
     torch_dist.barrier()
     watch = failure.current_watch()
@@ -51,22 +53,12 @@ def end(failing, late=False):
 
         threading.Thread.start = start
     process_group._end_groups()
-    left = torch_dist.is_initialized()
+    assert torch_dist.is_initialized() == failing
     names = [thread.name for thread in threading.enumerate()]
     assert 'mmdevplug-beat' in names  # it still shows the others that this rank is alive
     watch.stop()
     names = [thread.name for thread in threading.enumerate()]
-    return left, sorted(name for name in names if name.startswith('mmdevplug'))
-
-
-@pytest.mark.parametrize('failing', [False, True])
-def test_groups_end_before_the_watch_unless_a_rank_failed(failing):
-    """Collectives of a rank that failed may never complete: nothing waits for them."""
-    assert run_ranks(end, 2, failing) == [(failing, [])] * 2
-
-
-def test_groups_end_where_no_thread_can_be_started():
-    assert run_ranks(end, 2, False, True) == [(False, [])] * 2
+    assert not any(name.startswith('mmdevplug') for name in names)
 
 
 def test_the_message_of_the_second_host_counts_ranks_over_all_hosts(tmp_path):

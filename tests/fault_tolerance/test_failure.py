@@ -26,7 +26,7 @@ from tests.cli.running import config
 from tests.commands import CLI, environment, run
 from tests.fault_tolerance.blaming import check_errors
 from tests.jobs import PLAIN, digits_config, install_card
-from tests.ranks import errors_of_ranks, free_port, launch_variables, run_ranks
+from tests.ranks import errors_of_ranks, free_port, in_ranks, launch_variables, run_ranks
 
 
 def init(timeout=30, **options):
@@ -182,13 +182,6 @@ def fail_and_go_on():
     return total.item()
 
 
-def init_twice():
-    first = init()
-    torch_dist.destroy_process_group()
-    second = init()
-    return first == second
-
-
 def variables_of(agent, max_restarts):
     """What torchrun sets for workers that use its store."""
     return dict(
@@ -200,11 +193,16 @@ def variables_of(agent, max_restarts):
     )
 
 
+def init_twice():
+    first = init()
+    torch_dist.destroy_process_group()
+    assert first == init()
+
+
 def test_a_second_process_group_over_the_same_launch(tmp_path):
     # As under torchrun, whose store outlives the process group of its workers.
     agent = torch_dist.TCPStore('127.0.0.1', 0, is_master=True)
-    environ = variables_of(agent, max_restarts=0)
-    assert run_ranks(init_twice, 2, environ=environ) == [True, True]
+    run_ranks(init_twice, 2, environ=variables_of(agent, max_restarts=0))
 
 
 def test_restarts_that_torchrun_does_not_count():
@@ -260,9 +258,11 @@ def test_a_failure_after_the_start_inside_one_context_is_reported():
     assert 'failed in the job: ValueError: of rank 1' in errors[0][1]
 
 
-def fail_with_a_note(folder):
+@in_ranks(2)
+def test_a_failure_is_noted_for_torchrun_before_the_others_know_it(tmp_path):
+    """The first that ends makes torchrun end the rest, this rank among them."""
     init()
-    note = folder / f'{os.environ["RANK"]}.json'
+    note = tmp_path / f'{os.environ["RANK"]}.json'
     os.environ.update(TORCHELASTIC_RUN_ID='a job', TORCHELASTIC_ERROR_FILE=str(note))
     watch, found = current_watch(), []
     report = watch.report
@@ -276,15 +276,10 @@ def fail_with_a_note(folder):
         raise ValueError('of all ranks')
     with fail_together('the next job'):
         found.append(note.exists())
-    return found
-
-
-def test_a_failure_is_noted_for_torchrun_before_the_others_know_it(tmp_path):
-    """The first that ends makes torchrun end the rest, this rank among them."""
-    for note, after in run_ranks(fail_with_a_note, 2, tmp_path):
-        assert note['message'] == 'ValueError: of all ranks'
-        assert not note['because_of_another']
-        assert not after
+    note, after = found
+    assert note['message'] == 'ValueError: of all ranks'
+    assert not note['because_of_another']
+    assert not after
 
 
 class Watch:

@@ -24,6 +24,7 @@ from tests.ranks import (
     _work,
     errors_of_ranks,
     free_port,
+    in_ranks,
     launch_variables,
     run_ranks,
     start_process,
@@ -62,24 +63,23 @@ def test_each_rank_knows_what_the_other_does():
     assert at
 
 
-def beat_while_blocked():
-    rank, watch = start()
-    counts = []
-    if rank == 0:
-        try:
-            watch.main_store.wait(['never'], timedelta(seconds=7))
-        except RuntimeError:
-            counts.append(watch.heartbeat._count)
-    wait_for_everyone('the end')
-    return counts
-
-
+@in_ranks(2)
 def test_a_main_thread_that_waits_in_the_store_beats():
-    assert run_ranks(beat_while_blocked, 2)[0][0] >= 3
+    rank, watch = start()
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            watch.main_store.wait(['never'], timedelta(seconds=7))
+        assert watch.heartbeat._count >= 3
+    wait_for_everyone('the end')
 
 
-def share_the_connection(locked):
-    """Four threads beside the one that beats use its connection to the store."""
+@pytest.mark.parametrize('locked', [False, True])
+@in_ranks(2)
+def test_threads_share_a_connection_to_the_store(locked):
+    """Four threads beside the one that beats use its connection to the store.
+
+    PyTorch 1.10 has no lock, so the package has; with `locked` on later releases, too.
+    """
     if locked:
         failure.THREADS_SHARE_STORES = False
     rank, watch = start()
@@ -105,13 +105,9 @@ def share_the_connection(locked):
     for thread in threads:
         thread.join(30)
     wait_for_everyone('the end')
-    return wrong, watch._store_error, [thread.is_alive() for thread in threads]
-
-
-@pytest.mark.parametrize('locked', [False, True])
-def test_threads_share_a_connection_to_the_store(locked):
-    """PyTorch 1.10 has no lock, so the package has; with `locked` on later releases, too."""
-    assert run_ranks(share_the_connection, 2, locked) == [([], None, [False] * 4)] * 2
+    assert wrong == []
+    assert watch._store_error is None
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def hang():

@@ -20,7 +20,7 @@ from mmdevplug.fault_tolerance.stack_place import describe_error, describe_stack
 from mmdevplug.model.norm_layers import convert_norm_layers
 from mmdevplug.samples import gather_samples
 from tests.fault_tolerance.blaming import check_errors
-from tests.ranks import errors_of_ranks, run_ranks
+from tests.ranks import errors_of_ranks, in_ranks, run_ranks
 
 
 class Probe(nn.Module):
@@ -150,16 +150,12 @@ def test_gathering_samples_says_for_whom_it_waits():
     assert "rank 1 in 'sampling' at test_places.py:" in said
 
 
-def connect_early():
-    said = []
+@in_ranks(2)
+def test_a_rank_that_comes_before_the_store_says_so():
+    said, first = [], int(os.environ['RANK']) == 0
     process_group.say, process_group.REPORT_SECONDS = said.append, 2.0
-    if int(os.environ['RANK']) == 0:
+    if first:
         time.sleep(7)
     start(60)
-    return said
-
-
-def test_a_rank_that_comes_before_the_store_says_so():
-    first, second = run_ranks(connect_early, 2)
-    assert not first
-    assert re.match(r'rank 1 of 2 .* has waited \d+ s for the store at 127.0.0.1:', second[0])
+    text = r'rank 1 of 2 .* has waited \d+ s for the store at 127.0.0.1:'
+    assert said == [] if first else re.match(text, said[0])

@@ -7,6 +7,7 @@ from torch import nn
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.gradients.wrapper_arguments import check_compressible
 from mmdevplug.staged import reductions
+from tests.columns import job_of
 from tests.gradients.averaging import batch, gradients, net, rank, wrap
 from tests.jobs import largest_difference, start
 from tests.ranks import in_ranks, run_ranks
@@ -23,14 +24,16 @@ def averages(accelerator, compression):
     return gradients(wrapper)
 
 
-@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
-@pytest.mark.parametrize('ranks', [2, 3])
+JOBS = [('cpu', 2), ('cpu', 3), ('zeta', 2), ('zeta', 3)]
+JOBS += [pytest.param('xla', 2, marks=pytest.mark.xla)]
+
+
+@pytest.mark.parametrize(('accelerator', 'ranks'), JOBS)
 def test_bfloat16_rounds(accelerator, ranks):
-    exact = run_ranks(averages, ranks, accelerator, 'none')
-    check_rounded(exact, run_ranks(averages, ranks, accelerator, 'bf16'))
-
-
-def check_rounded(exact, rounded):
+    exact, rounded = (
+        run_ranks(averages, ranks, accelerator, kind, **job_of(accelerator, ranks))
+        for kind in ('none', 'bf16')
+    )
     for expected, found in zip(exact, rounded):
         assert largest_difference(found, rounded[0]) == 0
         # Each rank's addend is rounded, then the average; addends may cancel.

@@ -12,13 +12,13 @@ from torch import nn
 from mmdevplug.distributed.nonfinite import names_of_nonfinite, scale_and_check
 from mmdevplug.errors import ModelError
 from mmdevplug.optim import DeviceAmpOptimWrapper
-from tests.columns import CUDA, NATIVE, job_of
+from tests.columns import CUDA, NATIVE, XLA, job_of
 from tests.gradients.averaging import batch, gradients, net, rank, wrap
 from tests.jobs import largest_difference, needs_scaler, start, weights_of
 from tests.ranks import RanksFailed, errors_of_ranks, in_ranks, run_ranks
 
 devices = pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
-every_device = pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
+every_device = pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA, XLA])
 
 
 def spoil(module, value):

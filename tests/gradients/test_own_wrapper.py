@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmdevplug import registry
+from mmdevplug.errors import ModelError
 from mmdevplug.model.place_model import place_model
 from tests.columns import NATIVE
 from tests.gradients.averaging import rank
 from tests.jobs import start
-from tests.ranks import errors_of_ranks, in_ranks, run_ranks
+from tests.ranks import in_ranks
 
 
 class Net(BaseModel):
@@ -110,24 +111,22 @@ def test_trains_on_any_device(accelerator, kind):
     assert (weights.detach().cpu() - expected_weights()).abs().max() <= 1e-6
 
 
-def warn(kind):
+@pytest.mark.parametrize('kind', [WithoutForward, OfMMEngine])
+@in_ranks(2)
+def test_a_step_that_averages_nothing_is_named(kind):
     told = []
     registry.log_warning = told.append
     train('cpu', kind)
-    return told
-
-
-def test_a_step_that_averages_nothing_is_named():
-    for told in run_ranks(warn, 2, WithoutForward):
-        assert len(told) == 1
-        assert 'WithoutForward.train_step() does not call super().train_step()' in told[0]
-        assert 'gradients are not averaged' in told[0]
-    assert run_ranks(warn, 2, OfMMEngine) == [[], []]
+    assert len(told) == (kind is WithoutForward)
+    for text in told:
+        assert 'WithoutForward.train_step() does not call super().train_step()' in text
+        assert 'gradients are not averaged' in text
 
 
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+@in_ranks(2, together=True)
 def test_a_constructor_that_passes_ours_by_is_explained(accelerator):
-    for kind, message in errors_of_ranks(train, 2, accelerator, Past, together=True).values():
-        assert kind == 'ModelError'
-        assert "model_wrapper_cfg.type='Past': its constructor failed with" in message
-        assert 'calls super().__init__(module=module, **kwargs)' in message
+    expected = "model_wrapper_cfg.type='Past': its constructor failed with"
+    with pytest.raises(ModelError, match=expected) as raised:
+        train(accelerator, Past)
+    assert 'calls super().__init__(module=module, **kwargs)' in str(raised.value)

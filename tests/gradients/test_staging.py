@@ -17,6 +17,7 @@ from mmdevplug.staged import reductions
 from mmdevplug.staged.shared_memory import group_by_host, share_memory
 from mmdevplug.utils.host import host_name
 from mmdevplug.utils.memory_file import MemoryFile
+from tests.columns import XLA, job_of
 from tests.gradients.averaging import (
     allocations,
     batch,
@@ -224,7 +225,8 @@ def test_nothing_is_left_of_a_killed_rank():
     assert list(errors_of_ranks(memory_of_a_dead_rank, 2, 'cpu')) == [1]
 
 
-def test_shared_memory_is_allocated_once():
-    for found in run_ranks(allocations, 2, 'zeta'):
+@pytest.mark.parametrize('accelerator', ['zeta', XLA])
+def test_shared_memory_is_allocated_once(accelerator):
+    for found in run_ranks(allocations, 2, accelerator, **job_of(accelerator)):
         assert found[0] == found[1] == found[2]
         assert sum(size for size, _ in found[0]) <= 64 << 20

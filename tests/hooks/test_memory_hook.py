@@ -4,11 +4,12 @@ import re
 
 import pytest
 
+from mmdevplug.errors import DevPlugError
 from mmdevplug.hooks import MemoryHook
 from mmdevplug.hooks.memory_hook import MB
 from tests.hooks.memory_jobs import build, train_all
 from tests.jobs import log_of
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 CASES = dict(
     worker_leak=dict(workers=2, dataset='KeptOnes'), workers=dict(workers=2), nothing=dict()
@@ -20,16 +21,13 @@ def logs(tmp_path_factory):
     return run_ranks(train_all, 0, tmp_path_factory.mktemp('leaks'), 'cpu', CASES)[0]
 
 
-def train_with_growing_workers(work_dir):
-    runner = build(work_dir)
+@in_ranks()
+def test_memory_that_has_doubled_is_reported_once(tmp_path):
+    runner = build(tmp_path)
     (hook,) = [hook for hook in runner.hooks if isinstance(hook, MemoryHook)]
     hook._measure_workers = lambda: (40 * MB * runner.iter, 2)
     runner.train()
-    return re.findall(r'Host memory of rank \d+.* has doubled.*', log_of(work_dir))
-
-
-def test_memory_that_has_doubled_is_reported_once(tmp_path):
-    ((warning,),) = run_ranks(train_with_growing_workers, 0, tmp_path)
+    (warning,) = re.findall(r'Host memory of rank \d+.* has doubled.*', log_of(tmp_path))
     told = re.search(
         r'of rank 0 with its 2 loader workers has doubled: (\d+) MB in iteration 10 of this run, '
         r'(\d+) MB now.*num_workers=0 .*memray or tracemalloc',
@@ -63,14 +61,11 @@ def test_a_card_has_its_own_column(tmp_path):
     assert 30 <= logged(logs['leak'], 100, 'memory') <= 40
 
 
-def registered(work_dir, options):
-    hooks = build(work_dir, iterations=1, **options).hooks
-    return [type(hook).__name__ for hook in hooks if isinstance(hook, MemoryHook)]
-
-
+@in_ranks()
 def test_the_runner_registers_it_unless_turned_off(tmp_path):
-    assert run_ranks(registered, 0, tmp_path / 'on', {}) == [['MemoryHook']]
-    assert run_ranks(registered, 0, tmp_path / 'off', dict(memory=False)) == [[]]
+    for number, options in enumerate(({}, dict(memory=False))):
+        hooks = build(tmp_path / str(number), iterations=1, **options).hooks
+        assert any(isinstance(hook, MemoryHook) for hook in hooks) == (not options)
     for value in (dict(interval=500), dict(sample_interval=7)):
-        with pytest.raises(RanksFailed, match='accelerator.memory=.*expected True or False'):
-            run_ranks(registered, 0, tmp_path / 'wrong', dict(memory=value))
+        with pytest.raises(DevPlugError, match='accelerator.memory=.*expected True or False'):
+            build(tmp_path, iterations=1, memory=value)

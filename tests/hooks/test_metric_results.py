@@ -7,19 +7,21 @@ import pytest
 import torch
 from mmengine.structures import InstanceData
 
-from tests.columns import CUDA, NATIVE, job_of
+from tests.columns import CUDA, NATIVE
 from tests.jobs import install_card
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 Pair = namedtuple('Pair', 'scores label')
 
 
-def fetch(accelerator_name):
+@pytest.mark.parametrize('accelerator', ['zeta', NATIVE, CUDA])
+@in_ranks()
+def test_nested_results_keep_their_shape(accelerator):
     from mmdevplug import init_device
     from mmdevplug.hooks.results_hook import ResultsHook
 
-    install_card(accelerator_name)
-    device = init_device('none', accelerator_name).accelerator.device(1)
+    install_card(accelerator)
+    device = init_device('none', accelerator).accelerator.device(1)
     shared = torch.arange(3.0, device=device)
     old = [torch.zeros(1, device=device)]
     metric = SimpleNamespace(results=old)
@@ -31,7 +33,7 @@ def fetch(accelerator_name):
     metric.results.append(nested)
     hook.after_val_iter(runner)
     first, new = metric.results
-    return dict(
+    assert dict(
         same_list=metric.results is old,
         before=first.device.type,
         types=[type(new).__name__, type(new['pair']).__name__, type(new['boxes']).__name__],
@@ -43,20 +45,13 @@ def fetch(accelerator_name):
         shared=new['pair'].scores is new['again'][0],
         rest=new['again'][1],
         source=boxes.boxes.device.type,
+    ) == dict(
+        same_list=True,
+        before=accelerator,  # of an earlier batch
+        types=['defaultdict', 'Pair', 'InstanceData'],
+        devices={'cpu'},
+        values=[8.0, [0.0, 1.0, 2.0], 3],
+        shared=True,
+        rest=('a', None),
+        source=accelerator,
     )
-
-
-@pytest.mark.parametrize('accelerator', ['zeta', NATIVE, CUDA])
-def test_nested_results_keep_their_shape(accelerator):
-    assert run_ranks(fetch, 0, accelerator, **job_of(accelerator)) == [
-        dict(
-            same_list=True,
-            before=accelerator,  # of an earlier batch
-            types=['defaultdict', 'Pair', 'InstanceData'],
-            devices={'cpu'},
-            values=[8.0, [0.0, 1.0, 2.0], 3],
-            shared=True,
-            rest=('a', None),
-            source=accelerator,
-        )
-    ]

@@ -12,7 +12,7 @@ from mmdevplug import init_device
 from mmdevplug.errors import ModelError
 from mmdevplug.lazy.losses import compute_losses_on_host
 from mmdevplug.model.place_model import place_model
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 
 class Further(nn.Module):
@@ -192,14 +192,11 @@ def train(kind, built):
     return shown, gradients, head.calls.item()
 
 
-def train_both(built):
-    return train('cpu', built), train('lazy', built)
-
-
 @pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
 @pytest.mark.parametrize('built', [Model, Instances, Taught])
+@in_ranks()
 def test_losses_and_gradients_are_those_of_the_host(built):
-    ((host, lazy),) = run_ranks(train_both, 0, built)
+    host, lazy = train('cpu', built), train('lazy', built)
     for one, other in zip(host[0], lazy[0]):
         for name, (value, _) in one.items():
             assert other[name] == (pytest.approx(value, abs=1e-5), 'cpu')
@@ -214,17 +211,14 @@ class CallsAgain(Masks):
         return masks, self.segments(segments.expand(-1, 2, -1, -1))
 
 
-def refuse_masks():
+@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+@in_ranks()
+def test_a_mask_head_that_calls_a_network_with_what_was_fetched_is_refused():
     model = Instances()
     model.mask_head = CallsAgain()
     model = place_model(model, init_device('none', 'lazy'))
     with pytest.raises(ModelError, match=r'CallsAgain.forward cannot be .*host_losses=False'):
         model(torch.rand(1, 1, 5, 5).to(model.backbone.weight.device))
-
-
-@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
-def test_a_mask_head_that_calls_a_network_with_what_was_fetched_is_refused():
-    run_ranks(refuse_masks, 0)
 
 
 class Scaling(BaseDataPreprocessor):
@@ -286,7 +280,9 @@ class Painting(BaseDataPreprocessor):
         return data
 
 
-def make_truth():
+@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+@in_ranks()
+def test_a_preprocessor_that_makes_truth_from_images_goes_to_the_host():
     """Where a preprocessor works, and what the model gets of it, in each of three batches."""
     model = Model()
     model.data_preprocessor = Painting()
@@ -299,12 +295,6 @@ def make_truth():
         (sent,) = data['data_samples']
         found = {tensor.device.type for tensor in (data['inputs'][0], sent.boxes, sent.colors)}
         seen.append((model.data_preprocessor.devices, found, sent.colors.tolist()))
-    return seen
-
-
-@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
-def test_a_preprocessor_that_makes_truth_from_images_goes_to_the_host():
-    (seen,) = run_ranks(make_truth, 0)
     assert [devices for devices, _, _ in seen] == [('lazy',) * 2, ('cpu',) * 2, ('cpu',) * 2]
     assert [colors for _, _, colors in seen] == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
     assert all(found == {'lazy'} for _, found, _ in seen)

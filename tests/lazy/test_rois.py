@@ -12,7 +12,7 @@ from mmdevplug.errors import ModelError
 from mmdevplug.lazy.losses import two_stage_detectors
 from mmdevplug.lazy.rois import split_stages
 from mmdevplug.model.place_model import place_model
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy'
@@ -158,10 +158,6 @@ def run(kind, host_losses='auto', iterations=3, **kwargs):
     )
 
 
-def run_both():
-    return run('cpu'), run('lazy')
-
-
 def assert_same(one, other):
     for expected, found in zip(one['losses'], other['losses']):
         assert found == pytest.approx(expected, abs=1e-5)
@@ -172,8 +168,9 @@ def assert_same(one, other):
     assert one['calls'] == other['calls'] == len(one['losses'])
 
 
+@in_ranks()
 def test_networks_get_a_fixed_number_of_rois():
-    ((host, lazy),) = run_ranks(run_both, 0)
+    host, lazy = run('cpu'), run('lazy')
     assert_same(host, lazy)
     counts = {count for got in host['trained'] for count, _ in got}
     assert len(counts) > 1
@@ -184,12 +181,9 @@ def test_networks_get_a_fixed_number_of_rois():
     assert lazy['predicted'][:2] == ([(IMAGES * SAMPLED, 'lazy')], 'cpu')
 
 
-def run_predictions():
-    return run('cpu', iterations=0), run('lazy', host_losses=False, iterations=0)
-
-
+@in_ranks()
 def test_predictions_are_finished_on_the_host_always():
-    ((host, lazy),) = run_ranks(run_predictions, 0)
+    host, lazy = run('cpu', iterations=0), run('lazy', host_losses=False, iterations=0)
     assert_same(host, lazy)
     assert lazy['predicted'][:2] == ([(IMAGES * SAMPLED, 'lazy')], 'cpu')
 
@@ -205,22 +199,16 @@ def test_which_methods_are_replaced(losses):
     assert two_stage_detectors(nn.Sequential(model, nn.Identity())) == [model]
 
 
-def run_with_batch_normalization():
-    return run('cpu', norm=True), run('lazy', norm=True)
-
-
+@in_ranks()
 def test_rows_that_would_change_statistics_are_not_added():
-    ((host, lazy),) = run_ranks(run_with_batch_normalization, 0)
+    host, lazy = run('cpu', norm=True), run('lazy', norm=True)
     assert_same(host, lazy)
     assert [count for count, _ in lazy['trained'][0]] == [count for count, _ in host['trained'][0]]
 
 
-def refuse():
+@in_ranks()
+def test_what_cannot_be_split_is_refused():
     with pytest.raises(ModelError, match=r'SecondStage.forward .*shape \(\).*host_losses=False'):
         run('lazy', flat=True)
     with pytest.raises(ModelError, match=r'RoIHead.loss .*as modules.*host_losses=False'):
         run('lazy', inside=True)
-
-
-def test_what_cannot_be_split_is_refused():
-    run_ranks(refuse, 0)

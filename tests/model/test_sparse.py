@@ -12,7 +12,7 @@ from mmdevplug import DeviceDistributedDataParallel, DeviceRunner, init_device
 from mmdevplug.errors import ModelError
 from mmdevplug.optim import DeviceAmpOptimWrapper
 from tests.jobs import install_card, torch_before
-from tests.ranks import in_ranks, run_ranks
+from tests.ranks import in_ranks
 
 STEPS = 4
 
@@ -103,22 +103,6 @@ def train(model, name, rank=0, world_size=1):
     return {k: v.detach().numpy() for k, v in getattr(model, 'module', model).named_parameters()}
 
 
-def train_all(names):
-    context = init_device('pytorch', 'cpu', timeout=60)
-    place = context.env.rank, context.env.world_size
-    found = {}
-    for name in names:
-        optimizer, _, options = SCENARIOS[name]
-        model = make(unused=name == 'unused')
-        found[name] = train(DeviceDistributedDataParallel(model, **options), optimizer, *place)
-    found['stock'] = train(MMDistributedDataParallel(make()), 'SGD', *place)
-    if place[1] > 1:
-        with pytest.raises(ModelError) as raised:
-            meet_nan(*place)
-        found['stop'] = str(raised.value)
-    return found
-
-
 def meet_nan(rank, world_size):
     model = DeviceDistributedDataParallel(make(), nonfinite_grads='stop')
     optim_wrapper = wrapper_of('SGD', model.module)
@@ -133,19 +117,25 @@ def needed(name):
     return name != 'float16' or hasattr(getattr(torch, 'amp', None), 'GradScaler')
 
 
-@pytest.mark.parametrize('world_size', [1, 2])
-def test_trains_as_one_process_does(world_size):
-    names = [name for name in SCENARIOS if needed(name)]
-    reference = {name: train(make(unused=name == 'unused'), SCENARIOS[name][0]) for name in names}
-    results = run_ranks(train_all, world_size, names)
-    for found in results:
-        for name in names:
-            assert_close(found[name], reference[name], SCENARIOS[name][1], name)
-        assert_close(found['plain'], found['stock'], 1e-6, 'stock')
-    if world_size > 1:
-        for found in results:  # one rank met NaN, and both report where it was
-            assert 'rank 1: ' in found['stop']
-            assert 'words.weight (' in found['stop']
+@pytest.mark.parametrize('ranks', [1, 2])
+@in_ranks()
+def test_trains_as_one_process_does(ranks):
+    rank = init_device('pytorch', 'cpu', timeout=60).env.rank
+    for name, (optimizer, close, options) in SCENARIOS.items():
+        if needed(name):
+            model, alone = (make(unused=name == 'unused') for _ in range(2))
+            wrapper = DeviceDistributedDataParallel(model, **options)
+            found = train(wrapper, optimizer, rank, ranks)
+            assert_close(found, train(alone, optimizer), close, name)
+        if name == 'plain':
+            stock = train(MMDistributedDataParallel(make()), 'SGD', rank, ranks)
+            assert_close(found, stock, 1e-6, 'stock')
+    if ranks > 1:
+        with pytest.raises(ModelError) as raised:
+            meet_nan(rank, ranks)
+        # One rank met NaN, and both report where it was.
+        assert 'rank 1: ' in str(raised.value)
+        assert 'words.weight (' in str(raised.value)
 
 
 def assert_close(found, reference, close, name):

@@ -313,7 +313,9 @@ class SyncBatchNorm(nn.Module):
         raise AssertionError('only support Half or Float Tensor')
 
 
-def normalize_as_repositories_do(accelerator):
+@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 2), ('zeta', 2), lazy('lazy', 2)])
+@in_ranks()
+def test_layers_of_repositories_are_synchronized(accelerator, ranks):
     context = start(accelerator)
     ours = []
     for layer in (NaiveSyncBatchNorm1d(2), SyncBatchNorm(2), nn.SyncBatchNorm(2)):
@@ -321,12 +323,6 @@ def normalize_as_repositories_do(accelerator):
         batch = torch.arange(8.0).reshape(4, 2) * (1 + torch.distributed.get_rank())
         output = model.to(context.device)(batch.to(context.device))
         ours.append((type(model[0]).__name__, output.detach().cpu()))
-    return ours
-
-
-@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 2), ('zeta', 2), lazy('lazy', 2)])
-def test_layers_of_repositories_are_synchronized(accelerator, ranks):
-    for found in run_ranks(normalize_as_repositories_do, ranks, accelerator):
-        (naive, first), (_, of_mmcv), (torchs, right) = found
-        assert torch.equal(of_mmcv, right)
-        assert (naive == torchs) == torch.equal(first, right) == (accelerator == 'lazy')
+    (naive, first), (_, of_mmcv), (torchs, right) = ours
+    assert torch.equal(of_mmcv, right)
+    assert (naive == torchs) == torch.equal(first, right) == (accelerator == 'lazy')

@@ -36,7 +36,7 @@ from tests.jobs import (
     start,
 )
 from tests.optim.scenarios import cast_inside, train
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 SCALED = dict(type='AmpOptimWrapper', dtype='float16', loss_scale=dict(init_scale=256.0))
 
@@ -273,7 +273,8 @@ def test_autocast_inside_a_model(tmp_path, accelerator, own):
     ]
 
 
-def autocast_on_the_last_accelerator():
+@in_ranks()
+def test_a_second_call_patches_autocast_for_another_accelerator():
     install_card('zeta')
     found = []
 
@@ -288,15 +289,11 @@ def autocast_on_the_last_accelerator():
     init_device('none', 'zeta')
     cast()
     restore_mmengine()
-    return found
-
-
-def test_a_second_call_patches_autocast_for_another_accelerator():
-    (found,) = run_ranks(autocast_on_the_last_accelerator, 0)
     assert found == [[False, True], [True, False], [False, True]]
 
 
-def autocast_elsewhere():
+@in_ranks()
+def test_autocast_of_other_devices_stays_as_it_was():
     install_card('zeta')
     with pytest.raises(ValueError, match='cuda or cpu'), autocast(device_type='zeta'):
         pass
@@ -322,10 +319,6 @@ def autocast_elsewhere():
         pass
     with pytest.raises(AcceleratorError, match="optim_wrapper.type='OptimWrapper'"), autocast():
         pass
-
-
-def test_autocast_of_other_devices_stays_as_it_was():
-    run_ranks(autocast_elsewhere, 0)
 
 
 @pytest.mark.long

@@ -31,10 +31,9 @@ from mmdevplug.utils.patching import (
     patch_symbol,
     restore_patches,
 )
-from tests.columns import job_of
 from tests.commands import python
 from tests.jobs import ROOT, install_card, train_digits
-from tests.ranks import in_ranks, run_ranks
+from tests.ranks import in_ranks
 
 
 def _load_page():
@@ -108,53 +107,6 @@ def recorded():
     }
 
 
-def watch_job(accelerator, folder):
-    """What jobs in one process change: before, in the middle, at the end, after restoring."""
-    with suppress(ImportError):  # mmcv-lite
-        import mmcv.ops  # noqa: F401
-    install_card(accelerator)
-    seen = []
-
-    class SnapshotHook(Hook):
-        def before_train_iter(self, runner, batch_idx, data_batch=None):
-            if batch_idx == 1:
-                seen.append(snapshot())
-
-    HOOKS.register_module(module=SnapshotHook, force=True)
-
-    def train(name):
-        hooks = [dict(type='SnapshotHook')]
-        train_digits(
-            accelerator,
-            folder / name,
-            custom_hooks=hooks,
-            train_cfg__max_epochs=1,
-            default_hooks__checkpoint__interval=100,
-        )
-
-    def restore():
-        restore_mmengine()
-        restore_barrier()
-        restore_mmcv_ops()
-
-    train('first')  # PyTorch loads many of its parts when they are first used
-    restore()
-    before = snapshot()
-    train('second')
-    found = dict(
-        during=changed(before, seen[-1]),
-        after=changed(before, snapshot()),
-        recorded=recorded(),
-        listed=sorted({listed_name(p) for p in active_patches() if p.name not in ONCE}),
-    )
-    train('third')  # restores and patches again
-    found['again'] = changed(before, seen[-1])
-    restore()
-    found['left'] = changed(before, snapshot())
-    found['active'] = recorded()
-    return found
-
-
 def listed_name(patch):
     """How the list names a patch: all operators of mmcv by one entry."""
     return 'mmcv._ext.*' if full_name(patch.owner) == 'mmcv._ext' else str(patch)
@@ -206,14 +158,50 @@ def expected_of(accelerator, ranks):
     ('accelerator', 'ranks'),
     [('cpu', 0), ('zeta', 0), ('zeta', 2), pytest.param('xla', 0, marks=pytest.mark.xla)],
 )
+@in_ranks()
 def test_a_job_changes_what_the_list_says_and_all_of_it_is_restored(accelerator, ranks, tmp_path):
-    job = job_of(accelerator, ranks)
-    for found in run_ranks(watch_job, ranks, accelerator, tmp_path, **job):
-        assert found['during'] == found['after'] == found['again'] == found['recorded']
-        # PyTorch 1.10 has it elsewhere.
-        listed = {each.replace('torch.autocast', 'torch.amp.autocast') for each in found['listed']}
-        assert listed == expected_of(accelerator, ranks)
-        assert found['left'] == found['active'] == set()
+    """What jobs in one process change: before, in the middle, at the end, after restoring."""
+    with suppress(ImportError):  # mmcv-lite
+        import mmcv.ops  # noqa: F401
+    install_card(accelerator)
+    seen = []
+
+    class SnapshotHook(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            if batch_idx == 1:
+                seen.append(snapshot())
+
+    HOOKS.register_module(module=SnapshotHook, force=True)
+
+    def train(name):
+        hooks = [dict(type='SnapshotHook')]
+        train_digits(
+            accelerator,
+            tmp_path / name,
+            custom_hooks=hooks,
+            train_cfg__max_epochs=1,
+            default_hooks__checkpoint__interval=100,
+        )
+
+    def restore():
+        restore_mmengine()
+        restore_barrier()
+        restore_mmcv_ops()
+
+    train('first')  # PyTorch loads many of its parts when they are first used
+    restore()
+    before = snapshot()
+    train('second')
+    during = changed(before, seen[-1])
+    assert during == changed(before, snapshot()) == recorded()
+    listed = {listed_name(patch) for patch in active_patches() if patch.name not in ONCE}
+    # PyTorch 1.10 has it elsewhere.
+    listed = {each.replace('torch.autocast', 'torch.amp.autocast') for each in listed}
+    assert listed == expected_of(accelerator, ranks)
+    train('third')  # restores and patches again
+    assert changed(before, seen[-1]) == during
+    restore()
+    assert changed(before, snapshot()) == recorded() == set()
 
 
 def test_autocast_is_restored_and_patched_anew():

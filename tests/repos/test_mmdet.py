@@ -25,7 +25,7 @@ MODELS = dict(retinanet=retinanet, faster_rcnn=faster_rcnn)
 #: of; mmdet's own script trains RetinaNet on the CPU. On lazy devices the numbers of boxes and of
 #: proposals are shapes: each new one is compiled for.
 CASES = [
-    ('cpu', 2, 'retinanet'),
+    pytest.param(('cpu', 2, 'retinanet'), marks=pytest.mark.long),
     ('zeta', 2, 'faster_rcnn'),
     pytest.param((NATIVE, 2, 'retinanet'), marks=pytest.mark.long),
     pytest.param(('cuda', 1, 'retinanet'), marks=pytest.mark.cuda),

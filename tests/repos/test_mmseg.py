@@ -9,7 +9,7 @@ from mmengine.runner import Runner
 
 from tests.columns import NATIVE, device_of
 from tests.jobs import largest_difference, load_file
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 from tests.repos.segmentation import deeplabv3plus, make_cityscapes, segformer
 from tests.repos.training import (
     ITERATIONS,
@@ -24,7 +24,7 @@ from tests.repos.training import (
 #: tested on sliding windows, DeepLabV3+ has two heads: each is trained on an eager and on a lazy
 #: device. mmseg's own script trains SegFormer on the CPU.
 CASES = [
-    ('cpu', 2, 'deeplabv3plus'),
+    pytest.param(('cpu', 2, 'deeplabv3plus'), marks=pytest.mark.long),
     ('zeta', 2, 'segformer'),
     pytest.param((NATIVE, 2, 'deeplabv3plus'), marks=pytest.mark.long),
     pytest.param(('cuda', 1, 'segformer'), marks=pytest.mark.cuda),
@@ -116,23 +116,19 @@ def test_tools_train_of_mmseg_itself(by_script, stock):
     assert largest_difference(saved, stock['segformer']['weights']) <= 5e-3
 
 
-def run_tools_test(config, checkpoint, work_dir):
+@pytest.mark.parametrize('read', ['written', 'dumped'])
+@in_ranks()
+def test_tools_test_of_mmseg_itself(by_script, stock, tmp_path, read):
     """Run the script that calls ``Runner.from_cfg``; which runners were built, and the metrics."""
-    built = []
-    test = Runner.test
+    config, trained = by_script
+    if read == 'dumped':
+        config = trained / 'config.py'
+    built, test = [], Runner.test
     Runner.test = lambda runner: built.append((type(runner).__name__, test(runner)))
     try:
-        run_tools('mmseg', 'test.py', config, checkpoint, '--work-dir', work_dir)
+        words = (config, trained / 'iter_10.pth', '--work-dir', tmp_path)
+        run_tools('mmseg', 'test.py', *words)
     finally:
         Runner.test = test
-    return built
-
-
-@pytest.mark.parametrize('read', ['written', 'dumped'])
-def test_tools_test_of_mmseg_itself(by_script, stock, tmp_path, read):
-    config, work_dir = by_script
-    if read == 'dumped':
-        config = work_dir / 'config.py'
-    (built,) = run_ranks(run_tools_test, 0, config, work_dir / 'iter_10.pth', tmp_path / 'test')
     assert [name for name, _ in built] == ['DeviceRunner']
     assert built[0][1] == pytest.approx(stock['segformer']['metrics'], abs=1)

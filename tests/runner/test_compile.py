@@ -16,7 +16,7 @@ from mmengine.runner.amp import autocast
 from tests.features.parts import FeatureNet
 from tests.features.rows import row_config
 from tests.jobs import ROOT, largest_difference, messages_of, torch_before, trained_weights
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 pytestmark = pytest.mark.skipif(
     torch_before('2.4.0'), reason="the compiler of PyTorch 2.1 fails in PyTorch's own SGD"
@@ -129,12 +129,8 @@ def test_parameter_groups_of_a_config_are_compiled(tmp_path):
     assert largest_difference(found[0][0], found[1][0]) <= 1e-4
 
 
+@in_ranks()
 def test_mmengines_autocast_is_replaced_on_every_device_where_a_model_is_compiled():
-    (found,) = run_ranks(compile_with_autocast, 0)
-    assert found == [torch.bfloat16, *[torch.float32] * 5]
-
-
-def compile_with_autocast():
     """On CUDA MMEngine's own wrapper casts, by this function."""
     from mmdevplug.accelerators import CPUAccelerator, DeviceContext, set_device_context
     from mmdevplug.patches import autocast as patch
@@ -157,4 +153,5 @@ def compile_with_autocast():
             decorated = [function(inputs, inputs) for function in before]
         return cast, plain, as_cuda, *decorated, inputs @ inputs
 
-    return [result.dtype for result in step(torch.ones(2, 2))]
+    found = [result.dtype for result in step(torch.ones(2, 2))]
+    assert found == [torch.bfloat16, *[torch.float32] * 5]

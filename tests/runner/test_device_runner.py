@@ -16,7 +16,7 @@ from mmdevplug.errors import DevPlugError
 from tests.commands import python
 from tests.data.jobs import build
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config, largest_difference, log_of, train_digits
-from tests.ranks import free_port, launch_variables, run_ranks
+from tests.ranks import free_port, in_ranks, launch_variables, run_ranks
 
 THREE_EPOCHS = dict(
     PLAIN, train_cfg__max_epochs=3, default_hooks__checkpoint=dict(interval=1, max_keep_ckpts=3)
@@ -48,14 +48,10 @@ print('wrapper:', type(DeviceRunner.from_cfg(cfg).model).__name__)
 """
 
 
-def build_with_fp16(work_dir):
-    build(work_dir, fp16=dict(loss_scale=512.0))
-    return log_of(work_dir)
-
-
+@in_ranks()
 def test_a_key_that_mmengine_does_not_read_is_warned_of(tmp_path):
-    (log,) = run_ranks(build_with_fp16, 0, tmp_path)
-    assert "WARNING - fp16={'loss_scale': 512.0} has no effect" in log
+    build(tmp_path, fp16=dict(loss_scale=512.0))
+    assert "WARNING - fp16={'loss_scale': 512.0} has no effect" in log_of(tmp_path)
 
 
 @pytest.mark.operators
@@ -116,26 +112,25 @@ def test_the_dumped_config_builds_our_runner_by_itself(tmp_path):
     assert printed.stdout.splitlines()[-1] == 'mmdevplug.runner.device_runner'
 
 
-def autopatched(work_dir):
+@in_ranks()
+def test_autopatch_replaces_runner_and_no_subclass(tmp_path):
     import mmdevplug.autopatch  # noqa: F401
 
-    cfg = digits_config('cpu', work_dir, **PLAIN)
+    cfg = digits_config('cpu', tmp_path, **PLAIN)
     cfg.pop('runner_type')
 
     class OwnRunner(Runner):
         pass
 
-    return [type(cls.from_cfg(cfg)).__name__ for cls in (Runner, OwnRunner)]
+    built = [type(cls.from_cfg(cfg)).__name__ for cls in (Runner, OwnRunner)]
+    assert built == ['DeviceRunner', 'OwnRunner']
 
 
-def test_autopatch_replaces_runner_and_no_subclass(tmp_path):
-    assert run_ranks(autopatched, 0, tmp_path) == [['DeviceRunner', 'OwnRunner']]
-
-
-def refuse_flexible_runner(work_dir):
+@in_ranks()
+def test_flexible_runner_is_refused_in_one_sentence(tmp_path):
     """Ask for MMEngine's FlexibleRunner in three places."""
     follow_runner_type()
-    ours, stock = digits_config('cpu', work_dir, **PLAIN), digits_config('cpu', work_dir, **PLAIN)
+    ours, stock = digits_config('cpu', tmp_path, **PLAIN), digits_config('cpu', tmp_path, **PLAIN)
     ours.strategy = dict(type='DDPStrategy')
     stock.runner_type = 'FlexibleRunner'
     args = build_parser().parse_args(
@@ -149,13 +144,9 @@ def refuse_flexible_runner(work_dir):
         asks = re.escape(f"{key} asks for MMEngine's FlexibleRunner")
         with pytest.raises(DevPlugError, match=f"{asks}.*expected runner_type='DeviceRunner'"):
             start()
-    plain = dict(model=dict(type='ToyModel'), work_dir=str(work_dir))
+    plain = dict(model=dict(type='ToyModel'), work_dir=str(tmp_path))
     with pytest.raises((KeyError, TypeError)):  # not ours: it is built, without such a model
         FlexibleRunner.from_cfg(Config(plain))
-
-
-def test_flexible_runner_is_refused_in_one_sentence(tmp_path):
-    run_ranks(refuse_flexible_runner, 0, tmp_path)
 
 
 def test_one_log_line_says_which_accelerator_and_why(tmp_path):
@@ -166,16 +157,13 @@ def test_one_log_line_says_which_accelerator_and_why(tmp_path):
     assert "backend 'gloo'" in lines[0]
 
 
-def wrap_twice(work_dir):
-    cfg = digits_config('cpu', work_dir, **PLAIN)
+@in_ranks(2)
+def test_a_wrapped_model_and_a_wrapper_config(tmp_path):
+    cfg = digits_config('cpu', tmp_path, **PLAIN)
     cfg.model_wrapper_cfg = dict(type='MMDistributedDataParallel')
     runner = RUNNERS.build(cfg)
     with pytest.raises(TypeError, match='model has been wrapped'):
         runner.wrap_model(cfg.model_wrapper_cfg, runner.model)
-
-
-def test_a_wrapped_model_and_a_wrapper_config(tmp_path):
-    run_ranks(wrap_twice, 2, tmp_path)
 
 
 def test_configs_are_left_as_they_are(tmp_path):

@@ -4,14 +4,21 @@ from functools import partial
 
 import pytest
 
-from tests.columns import device_of, lazy, needs_lazy, staged
+from tests.columns import device_of, job_of, lazy, needs_lazy, staged
 from tests.jobs import largest_difference, train_digits, train_plain
 from tests.ranks import run_ranks
 
 
-@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 2), ('zeta', 0), lazy('lazy', 2)])
+def on_xla(ranks):
+    return pytest.param('xla', ranks, marks=pytest.mark.xla)
+
+
+@pytest.mark.parametrize(
+    ('accelerator', 'ranks'), [('cpu', 2), ('zeta', 0), lazy('lazy', 2), on_xla(0), on_xla(2)]
+)
 def test_accuracy(tmp_path, accelerator, ranks):
-    results = run_ranks(train_digits, ranks, accelerator, tmp_path)
+    job = job_of(accelerator, ranks)
+    results = run_ranks(train_digits, ranks, accelerator, tmp_path, **job)
     assert results[0]['accuracy'] >= 97.0
     for rank, result in enumerate(results):
         assert result['device'] == device_of(accelerator, rank)
@@ -27,13 +34,16 @@ def single_process_weights(tmp_path_factory):
     return run_ranks(train_plain, 0, 'cpu', folder)[0]['weights']
 
 
-@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 2), ('cpu', 4), ('zeta', 2)])
+@pytest.mark.parametrize(
+    ('accelerator', 'ranks'), [('cpu', 2), ('cpu', 4), ('zeta', 2), on_xla(2)]
+)
 def test_weights_equal_those_of_one_process(tmp_path, single_process_weights, accelerator, ranks):
-    results = run_ranks(train_plain, ranks, accelerator, tmp_path)
+    job = job_of(accelerator, ranks)
+    results = run_ranks(train_plain, ranks, accelerator, tmp_path, **job)
     for rank, result in enumerate(results):
         assert result['device'] == device_of(accelerator, rank)
         assert result['wrapper'] == 'DeviceDistributedDataParallel'
-        assert not result['staged']
+        assert result['staged'] == staged(accelerator)
         assert largest_difference(result['weights'], single_process_weights) <= 1e-4
         assert largest_difference(result['weights'], results[0]['weights']) == 0.0
 

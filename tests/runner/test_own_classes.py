@@ -44,7 +44,7 @@ from tests.jobs import (
     trained_weights,
     weights_of,
 )
-from tests.ranks import RanksFailed, errors_of_ranks, run_ranks
+from tests.ranks import RanksFailed, errors_of_ranks, in_ranks, run_ranks
 
 # the table -----------------------------------------------------------------------------------
 
@@ -176,9 +176,10 @@ class OwnRunner(Runner):
         return super().build_optim_wrapper(optim_wrapper)
 
 
-def kinds_of_runners(work_dir):
+@in_ranks()
+def test_a_runner_of_ones_own_and_one_built_by_hand(tmp_path):
     follow_runner_type()
-    cfg = Config(config(work_dir, length=1, train_dataloader__batch_size=2))
+    cfg = Config(config(tmp_path, length=1, train_dataloader__batch_size=2))
     built = {}
     for name in ('OwnRunner', 'Runner'):
         cfg.runner_type = name
@@ -192,14 +193,10 @@ def kinds_of_runners(work_dir):
     built['stock'] = Runner(default_scope='mmengine', cfg=other, **given)
     for name in ('OwnRunner', 'hand'):
         built[name].train()
-    return {
+    found = {
         name: (type(each).__name__, isinstance(each, DeviceRunner), hasattr(each, 'mine'))
         for name, each in built.items()
     }
-
-
-def test_a_runner_of_ones_own_and_one_built_by_hand(tmp_path):
-    (found,) = run_ranks(kinds_of_runners, 0, tmp_path)
     assert found == dict(
         OwnRunner=('OwnRunner', True, True),
         Runner=('DeviceRunner', True, False),
@@ -255,13 +252,10 @@ def test_a_model_that_a_runner_builds_in_its_own_way_is_sharded(tmp_path, accele
     compare_runners(accelerator, tmp_path, sharding=True, custom_hooks=[], randomness=seed)
 
 
-def pads_batches(work_dir):
-    runner = build(work_dir, runner_type='BuildsItself', accelerator__pad_to=8)
-    return padded_forward(runner.model.data_preprocessor) is not None
-
-
+@in_ranks()
 def test_pad_to_counts_for_a_model_that_a_runner_builds_itself(tmp_path):
-    assert run_ranks(pads_batches, 0, tmp_path) == [True]
+    runner = build(tmp_path, runner_type='BuildsItself', accelerator__pad_to=8)
+    assert padded_forward(runner.model.data_preprocessor) is not None
 
 
 @pytest.mark.parametrize(
@@ -326,7 +320,8 @@ def test_a_train_step_of_ones_own_is_called_on_ranks(tmp_path, accelerator):
         assert largest_difference(weights, found[0][-1]) == 0.0
 
 
-def average_by_hand():
+@in_ranks(2)
+def test_updates_of_a_train_step_of_ones_own_are_those_of_averages():
     """Two updates by the model's own step; and what averaged gradients of both ranks give."""
     context = init_device('pytorch', 'cpu')
     torch.manual_seed(0)
@@ -347,11 +342,7 @@ def average_by_hand():
             losses = expected._run_forward(each, mode='loss')
             (expected.parse_losses(losses)[0] * factor / 2).backward()
         optimizer.step()
-    return largest_difference(weights_of(model), weights_of(expected))
-
-
-def test_updates_of_a_train_step_of_ones_own_are_those_of_averages():
-    assert max(run_ranks(average_by_hand, 2)) <= 1e-7
+    assert largest_difference(weights_of(model), weights_of(expected)) <= 1e-7
 
 
 @pytest.mark.parametrize(
@@ -389,9 +380,11 @@ class OwnTimer(IterTimerHook):
     pass
 
 
-def train_with_own(accelerator, work_dir):
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+@in_ranks()
+def test_own_optimizer_wrapper_log_processor_and_timer(tmp_path, accelerator):
     runner = build(
-        work_dir,
+        tmp_path,
         accelerator,
         length=1,
         optim_wrapper=dict(type='OwnAmp', dtype='bfloat16', optimizer=dict(type='SGD', lr=0.01)),
@@ -404,15 +397,10 @@ def train_with_own(accelerator, work_dir):
     bases = [
         kind.__name__ for each in (runner.log_processor, timer) for kind in type(each).__mro__
     ]
-    return runner.optim_wrapper.updates == runner.iter, bases, log_of(work_dir)
-
-
-@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
-def test_own_optimizer_wrapper_log_processor_and_timer(tmp_path, accelerator):
-    ((counted, bases, log),) = run_ranks(train_with_own, 0, accelerator, tmp_path)
-    assert counted
+    assert runner.optim_wrapper.updates == runner.iter
     assert {'DeviceLogProcessor', 'DeviceIterTimerHook'} <= set(bases)
-    assert 'CheckpointHook was not built by the runner, so SafeCheckpointHook does not' in log
+    told = 'CheckpointHook was not built by the runner, so SafeCheckpointHook does not'
+    assert told in log_of(tmp_path)
 
 
 # weights -------------------------------------------------------------------------------------

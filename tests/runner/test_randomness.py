@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.columns import XLA, job_of
 from tests.ranks import run_ranks
 from tests.runner.random_jobs import check, draw
 
@@ -15,10 +16,12 @@ def test_ranks_workers_and_samplers(on_the_cpu):
     check(on_the_cpu)
 
 
-def test_a_card_is_seeded_too(tmp_path):
-    ranks = run_ranks(draw, 2, str(tmp_path), 'zeta')
+@pytest.mark.parametrize('accelerator', ['zeta', XLA])
+def test_a_card_is_seeded_too(tmp_path, accelerator):
+    ranks = run_ranks(draw, 2, str(tmp_path), accelerator, **job_of(accelerator))
     check(ranks)
-    assert all(each['told'] == each['seed'] for rank in ranks for each in rank)
+    if accelerator == 'zeta':
+        assert all(each['told'] == each['seed'] for rank in ranks for each in rank)
 
 
 def test_a_given_seed_draws_the_same_in_another_run(on_the_cpu, tmp_path):

@@ -12,7 +12,7 @@ from mmdevplug.accelerators.backend import group_device
 from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.errors import LaunchError
 from tests.jobs import PLAIN, digits_config, install_card, largest_difference, trained_weights
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 JOBS = pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 2), ('zeta', 2)])
 
@@ -99,9 +99,10 @@ def test_runners_after_others_and_failed_ones_compute_the_same(tmp_path, acceler
         assert 'in after_train' in at_the_end
 
 
-def build_on_two_devices(work_dir):
-    card = build('zeta', work_dir / 'card')
-    host = build('cpu', work_dir / 'host')
+@in_ranks(1)
+def test_each_runner_keeps_its_context(tmp_path):
+    card = build('zeta', tmp_path / 'card')
+    host = build('cpu', tmp_path / 'host')
     assert device_context() is host.device_context
     assert current_accelerator() is host.device_context.accelerator
     assert rank_context() is host.device_context
@@ -109,17 +110,15 @@ def build_on_two_devices(work_dir):
     assert rank_context().device == card.device_context.device  # the newest
     assert context_of(host) is host.device_context  # as a hook asks
     assert context_of(object()) is rank_context()  # a stock runner
-    return str(card.device_context.device), str(host.device_context.device)
+    devices = [str(each.device_context.device) for each in (card, host)]
+    assert devices == ['zeta:0', 'cpu']
 
 
-def test_each_runner_keeps_its_context(tmp_path):
-    assert run_ranks(build_on_two_devices, 1, tmp_path) == [('zeta:0', 'cpu')]
-
-
-def start_group_after_choosing():
+@in_ranks(2)
+def test_the_device_follows_a_process_group_that_starts_later():
     """As under a stock runner: a script asks for the device before the process group exists."""
     install_card('zeta')
-    before = str(enter_rank_device('zeta')[1])
+    assert str(enter_rank_device('zeta')[1]) == 'zeta:0'
     torch_dist.init_process_group('gloo')
     chosen = rank_context()
     assert rank_context() is chosen  # entered once for a process group
@@ -127,22 +126,15 @@ def start_group_after_choosing():
     assert (accelerator, device) == (chosen.accelerator, chosen.device)
     assert current_accelerator() is accelerator is device_context().accelerator
     assert group_device().type == 'cpu'
-    return before, str(device), device_context().env.rank
+    assert device_context().env.rank == torch_dist.get_rank()
+    assert str(device) == f'zeta:{torch_dist.get_rank()}'
 
 
-def test_the_device_follows_a_process_group_that_starts_later():
-    found = run_ranks(start_group_after_choosing, 2)
-    assert found == [('zeta:0', 'zeta:0', 0), ('zeta:0', 'zeta:1', 1)]
-
-
-def make_the_group_anew(work_dir):
-    runner = build('cpu', work_dir)
+@in_ranks(1)
+def test_a_process_group_that_a_script_made_anew_is_refused(tmp_path):
+    runner = build('cpu', tmp_path)
     torch_dist.destroy_process_group()
     torch_dist.init_process_group('gloo')
     for run in (runner.train, runner.val, runner.test):
         with pytest.raises(LaunchError, match='delete destroy_process_group'):
             run()
-
-
-def test_a_process_group_that_a_script_made_anew_is_refused(tmp_path):
-    run_ranks(make_the_group_anew, 1, tmp_path)

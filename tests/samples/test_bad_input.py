@@ -1,6 +1,7 @@
 """What cannot be exchanged: all ranks refuse it with one message, and can go on."""
 
 import threading
+from functools import lru_cache
 
 import pytest
 import torch
@@ -85,11 +86,16 @@ def refusals(name):
     return found
 
 
-@pytest.fixture(scope='module', params=['gather_samples', 'balance_samples'])
-def refused(request):
+@lru_cache(maxsize=None)
+def refused_by(name):
     """For each case what the two ranks raised."""
-    found = run_ranks(refusals, 2, request.param)
+    found = run_ranks(refusals, 2, name)
     return {case: [each[case] for each in found] for case in found[0]}
+
+
+@pytest.fixture(params=['gather_samples', 'balance_samples'])
+def refused(request):
+    return refused_by(request.param)
 
 
 @pytest.mark.parametrize('case', DIFFERENCES)
@@ -135,7 +141,7 @@ def test_a_list_in_the_place_of_the_group_is_named(refused):
 
 
 def test_too_few_samples_are_counted():
-    (found, _) = run_ranks(refusals, 2, 'balance_samples')
+    found = {case: first for case, (first, _) in refused_by('balance_samples').items()}
     kind, text = found['short']
     assert kind == 'SampleError'
     assert 'per_rank=2 on 2 ranks needs 4 samples, but the pool has 2' in text
@@ -145,8 +151,8 @@ def test_too_few_samples_are_counted():
 
 
 def test_pools_larger_than_the_limit_are_refused_before_they_travel():
-    for found in run_ranks(refusals, 2, 'gather_samples'):
-        kind, text = found['limit']
+    found = refused_by('gather_samples')
+    for (kind, text), (_, zero) in zip(found['limit'], found['zero']):
         assert kind == 'SampleError'
         assert 'more than max_bytes, 100 bytes; rank 0 has the most' in text
-        assert 'max_bytes=0: expected' in found['zero'][1]
+        assert 'max_bytes=0: expected' in zero

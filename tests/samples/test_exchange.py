@@ -31,6 +31,8 @@ def test_pools_and_slices_of_any_samples_in_groups_of_1_rank_to_all(ranks):
         (NATIVE, [0, 3]),
         pytest.param('cuda', [0, 3], marks=pytest.mark.cuda),
         pytest.param('cuda', [3], marks=pytest.mark.cuda),
+        pytest.param('xla', [2, 3], marks=pytest.mark.xla),
+        pytest.param('xla', [0, 4], marks=pytest.mark.xla),
     ],
 )
 def test_samples_arrive_on_the_card_of_the_receiver(accelerator, per_rank):

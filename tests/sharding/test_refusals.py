@@ -122,12 +122,11 @@ CASES = dict(
 )
 
 
-def refuse(accelerator, work_dir, options):
-    try:
+def refusal(accelerator, work_dir, **options):
+    """What this rank says of a training that is refused."""
+    with pytest.raises(DevPlugError) as raised:
         train('twice', accelerator, work_dir, **dict(dict(sharding=True), **options))
-    except DevPlugError as error:
-        return str(error)
-    return ''
+    return str(raised.value)
 
 
 def with_marks(name):
@@ -135,15 +134,16 @@ def with_marks(name):
 
 
 @pytest.mark.parametrize('name', map(with_marks, CASES))
+@in_ranks(2, together=True)
 def test_what_cannot_be_sharded_is_refused(name, tmp_path):
     options, expected = CASES[name]
-    for said in run_ranks(refuse, 2, 'cpu', str(tmp_path), options, together=True):
-        assert 'sharding' in said
-        assert expected in said
+    said = refusal('cpu', tmp_path, **options)
+    assert 'sharding' in said
+    assert expected in said
 
 
 def refuse_and_write(path):
-    said = refuse('cpu', path, mistaken('object'))
+    said = refusal('cpu', path, **mistaken('object'))
     with open(f'{path}/said by rank 1', 'w') as file:
         file.write(said)
 
@@ -156,16 +156,16 @@ def test_a_tensor_that_other_ranks_do_not_have_is_named(tmp_path):
     assert 'x = x + self.hidden.value' in said
 
 
-@pytest.mark.parametrize('accelerator', [lazy('lazy')])
-def test_lazy_devices_are_refused_with_the_reason(accelerator, tmp_path):
-    for said in run_ranks(refuse, 2, accelerator, str(tmp_path), {}, together=True):
-        assert 'those of a lazy device have no memory before a graph runs' in said
-
-
-@needs_card
-def test_a_card_without_streams_is_refused(tmp_path):
-    for said in run_ranks(refuse, 2, 'zeta', str(tmp_path), {}, together=True):
-        assert 'needs torch.zeta.Stream' in said
+@pytest.mark.parametrize(
+    ('accelerator', 'reason'),
+    [
+        lazy('lazy', 'those of a lazy device have no memory before a graph runs'),
+        pytest.param('zeta', 'needs torch.zeta.Stream', marks=needs_card),
+    ],
+)
+@in_ranks(2, together=True)
+def test_devices_are_refused_with_the_reason(accelerator, reason, tmp_path):
+    assert reason in refusal(accelerator, tmp_path)
 
 
 @in_ranks(2, together=True)
@@ -177,8 +177,9 @@ def test_a_step_that_calls_parts_of_the_model_is_refused(tmp_path):
         runner.model.test_step(torch.ones(1, 24))
 
 
+@in_ranks()
 def test_one_process_trains_without_sharding(tmp_path):
-    assert run_ranks(refuse, 0, 'cpu', str(tmp_path), {}) == ['']
+    train('twice', 'cpu', tmp_path, sharding=True)
 
 
 @pytest.mark.parametrize(

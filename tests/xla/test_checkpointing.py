@@ -3,7 +3,7 @@
 import pytest
 
 from tests.gradients.parity import compare_all
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 from tests.xla.executions import counts
 from tests.xla.t20 import on_t20
 
@@ -70,20 +70,18 @@ def test_gradients_and_executions_are_those_without_checkpointing(probability):
         assert barriers == 1
 
 
-def other_seed():
+@in_ranks()
+def test_dropout_draws_from_the_seed():
+    # Else the test above would compare gradients without dropout.
     from mmdevplug import init_device
 
     init_device('none', 'xla')
-    return [segment_gradients('reentrant', 0.5, seed)[0] for seed in (7, 8)]
-
-
-def test_dropout_draws_from_the_seed():
-    # Else the test above would compare gradients without dropout.
-    ((one, other),) = run_ranks(other_seed, 0)
+    one, other = [segment_gradients('reentrant', 0.5, seed)[0] for seed in (7, 8)]
     assert max(abs(a - b).max() for a, b in zip(one, other)) > 1e-2
 
 
-def use_the_module():
+@in_ranks(environ=dict(CPU_NUM_DEVICES='2'))
+def test_the_module_that_pytorch_is_given():
     import torch
 
     from mmdevplug.accelerators import get_accelerator
@@ -104,26 +102,20 @@ def use_the_module():
         torch.rand(2, device='xla:1')
     after = [module.get_rng_state(index).tolist() for index in (0, 1)]
     found.update(inside=inside, outside=module.current_device())
-    return dict(found, equal=states[0] == states[1], restored=after == states)
+    assert states[0] == states[1]
+    assert after == states
+    assert found == dict(count=2, available=True, inside=0, outside=1)
 
 
-def test_the_module_that_pytorch_is_given():
-    (found,) = run_ranks(use_the_module, 0, environ=dict(CPU_NUM_DEVICES='2'))
-    assert found == dict(count=2, available=True, inside=0, outside=1, equal=True, restored=True)
-
-
-def nothing_at_import():
+@in_ranks()
+def test_no_module_before_a_device_is_used():
     import torch
     import torch_xla  # noqa: F401
 
     import mmdevplug.accelerators
 
     mmdevplug.accelerators.available_accelerators()
-    return hasattr(torch, 'xla')
-
-
-def test_no_module_before_a_device_is_used():
-    assert run_ranks(nothing_at_import, 0) == [False]
+    assert not hasattr(torch, 'xla')
 
 
 def t20_gradients(probability):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.checkpoint.training import build, train
 from tests.jobs import largest_difference
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, in_ranks, run_ranks
 from tests.xla.executions import cost_of, train_counted
 
 pytestmark = pytest.mark.xla
@@ -70,10 +70,17 @@ def test_from_one_device_to_another(tmp_path, first, second, world_size):
         assert found['iter'] == 24
 
 
-def count_executions(work_dir, hooks):
+@pytest.mark.parametrize(
+    ('hooks', 'most'),
+    # The average of weights is computed with the next iteration, or when it is saved.
+    [([], 2), ([dict(type='EMAHook', momentum=0.1)], 3)],
+    ids=['plain', 'ema'],
+)
+@in_ranks(2, environ=TWO_DEVICES)
+def test_executions_of_an_iteration_that_saves(tmp_path, hooks, most):
     """Executions of each iteration that saves, and of each that does not."""
     runner = build(
-        work_dir,
+        tmp_path,
         'xla',
         by_epoch=False,
         checkpoint=EVERY_THIRD,
@@ -85,19 +92,9 @@ def count_executions(work_dir, hooks):
     )
     steps, _ = cost_of(train_counted(runner))
     saving = [step for index, step in enumerate(steps, 2) if index % 3 == 0]
-    return saving[2:], [step for index, step in enumerate(steps, 2) if index % 3][4:]
-
-
-@pytest.mark.parametrize(
-    ('hooks', 'most'),
-    # The average of weights is computed with the next iteration, or when it is saved.
-    [([], 2), ([dict(type='EMAHook', momentum=0.1)], 3)],
-    ids=['plain', 'ema'],
-)
-def test_executions_of_an_iteration_that_saves(tmp_path, hooks, most):
-    for saving, others in run_ranks(count_executions, 2, tmp_path, hooks, environ=TWO_DEVICES):
-        assert max(saving) <= most
-        assert set(others) == {2}
+    saving, others = saving[2:], [step for index, step in enumerate(steps, 2) if index % 3][4:]
+    assert max(saving) <= most
+    assert set(others) == {2}
 
 
 def test_averages_of_weights_that_do_not_change_yet(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 from tests.xla.executions import counts
 
 pytestmark = pytest.mark.xla
@@ -55,16 +55,12 @@ def attend(kind):
     return [part.cpu() for part in results], executions[-1:], executions[-2:-1], on_host
 
 
-def attend_on_both():
-    # Autograd starts a thread for each device that there is when it is first used.
-    return attend('xla'), attend('cpu')
-
-
 @pytest.mark.operators
+@in_ranks(environ=dict(CPU_NUM_DEVICES='1'))
 def test_one_execution_with_the_results_of_the_host():
-    (((found, end, begin, on_host), (expected, *_)),) = run_ranks(
-        attend_on_both, 0, environ=dict(CPU_NUM_DEVICES='1')
-    )
+    # Autograd starts a thread for each device that there is when it is first used.
+    found, end, begin, on_host = attend('xla')
+    expected, *_ = attend('cpu')
     assert len(expected) == len(found) == 9
     for one, other in zip(expected, found):
         assert torch.allclose(one, other, atol=1e-4)

@@ -7,7 +7,7 @@ import torch
 from mmengine.model.utils import _BatchNormXd
 from torch import nn
 
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 pytestmark = pytest.mark.xla
 
@@ -32,7 +32,8 @@ def train_twice(layer, shape, device):
     return [*found, *(buffer.cpu() for buffer in layer.buffers())]
 
 
-def compare_with_the_host():
+@in_ranks()
+def test_gradients_are_those_of_the_host():
     from mmdevplug import init_device
     from mmdevplug.accelerators import get_accelerator
     from mmdevplug.model.frozen_bn import FrozenGradient
@@ -53,11 +54,6 @@ def compare_with_the_host():
         differences[name] = [(one - other).abs().max().item() for one, other in pairs]
     with pytest.raises(RuntimeError, match='size of mean'):
         train_twice(nn.BatchNorm2d(5).to(context.device), (2, 5, 3, 4), context.device)
-    return differences
-
-
-def test_gradients_are_those_of_the_host():
-    (differences,) = run_ranks(compare_with_the_host, 0)
     for name, found in differences.items():
         # 3 of each step with weight and bias, and three buffers.
         assert len(found) == (5 if name == '3d' else 9)

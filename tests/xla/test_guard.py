@@ -14,7 +14,7 @@ from tests.device_guard.test_guard_mismatches import (
     run_cases,
 )
 from tests.device_guard.test_guard_moving import model_parallel
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 pytestmark = pytest.mark.xla
 
@@ -54,7 +54,8 @@ def test_train_step_of_a_model_on_two_devices():
     run_ranks(model_parallel, 0, ONE, TWO, environ=DEVICES)
 
 
-def warning():
+@in_ranks(environ=DEVICES)
+def test_a_warning_does_not_let_the_process_be_aborted():
     x, y = torch.ones(2, 2, device=ONE), torch.ones(2, 2, device=TWO)
     with DeviceGuard('warn') as guard:
         summed = x + torch.ones(2, 2)  # torch_xla sends the second one.
@@ -68,10 +69,6 @@ def warning():
         branch = torch.where(x > 0, x * number, number)
     assert guard.moved.number == 1
     assert branch.sum().item() == 8
-
-
-def test_a_warning_does_not_let_the_process_be_aborted():
-    run_ranks(warning, 0, environ=DEVICES)
 
 
 def test_training_under_a_guard(tmp_path):

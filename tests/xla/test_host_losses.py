@@ -8,7 +8,7 @@ import torch
 from mmengine.logging import MessageHub
 
 from tests.jobs import need_mmcv_operators
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 from tests.xla.loss_jobs import (
     batch,
     denoising_detector,
@@ -194,15 +194,12 @@ def test_detectors_predict_as_on_the_host(name):
     assert not any(found['compilations'][1:])
 
 
-def train_denoising():
+@pytest.mark.operators
+@in_ranks(environ=dict(CPU_NUM_DEVICES='1'))
+def test_denoising_queries_change_no_graph():
     batches = [batch(number, boxes) for number, boxes in enumerate(FEW_QUERIES)]
     config = denoising_detector()
-    return [train_detector(kind, config, batches) for kind in ('cpu', 'xla')]
-
-
-@pytest.mark.operators
-def test_denoising_queries_change_no_graph():
-    ((expected, found),) = run_ranks(train_denoising, 0, environ=dict(CPU_NUM_DEVICES='1'))
+    expected, found = [train_detector(kind, config, batches) for kind in ('cpu', 'xla')]
     assert largest_difference(expected, found) <= 1e-3
     assert not any(found['compilations'][2:])
 
@@ -219,7 +216,9 @@ def test_parameters_and_buffers_of_the_head(trained):
         assert found['state']['bbox_head.scale'].ne(1).all()
 
 
-def refuse():
+@pytest.mark.operators
+@in_ranks(environ=dict(CPU_NUM_DEVICES='1'))
+def test_a_loss_that_calls_the_network_again_is_refused():
     from mmdevplug.errors import ModelError
 
     batches = [batch(0)]
@@ -229,11 +228,8 @@ def refuse():
 
 
 @pytest.mark.operators
-def test_a_loss_that_calls_the_network_again_is_refused():
-    run_ranks(refuse, 0, environ=dict(CPU_NUM_DEVICES='1'))
-
-
-def train_in_bfloat16():
+@in_ranks(environ=dict(CPU_NUM_DEVICES='1'))
+def test_mixed_precision_and_accumulation():
     from mmdevplug.optim import DeviceAmpOptimWrapper, DeviceOptimWrapper
 
     def accumulating(optimizer):
@@ -241,15 +237,10 @@ def train_in_bfloat16():
 
     config = trained_detector('RetinaHead')
     batches = [batch(number) for number in range(6)]
-    return {
+    found = {
         name: [train_detector(kind, config, batches, wrapper=wrapper) for kind in ('cpu', 'xla')]
         for name, wrapper in dict(bf16=DeviceAmpOptimWrapper, accumulated=accumulating).items()
     }
-
-
-@pytest.mark.operators
-def test_mixed_precision_and_accumulation():
-    (found,) = run_ranks(train_in_bfloat16, 0, environ=dict(CPU_NUM_DEVICES='1'))
     assert largest_difference(*found['accumulated']) <= 1e-4
     assert largest_difference(*found['bf16']) <= 0.05
     assert not any(found['bf16'][1]['compilations'][2:])

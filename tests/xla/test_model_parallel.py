@@ -4,7 +4,7 @@ import pytest
 
 from tests.jobs import largest_difference
 from tests.parallel_jobs import STEPS, train
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 from tests.xla.executions import Counts, cost_of
 from tests.xla.t20 import with_calls
 
@@ -51,8 +51,10 @@ def test_weights_are_those_of_one_device(tmp_path, kind, counts):
     compare(kind, tmp_path, counts)
 
 
-def train_counted(work_dir):
+@in_ranks(environ=FOUR_DEVICES)
+def test_clipping_accumulation_and_ema_and_what_they_cost(tmp_path):
     """Clipping, accumulation and EMA on one device and on two, and what each iteration cost."""
+    work_dir = str(tmp_path)
     hooks = []
 
     def prepare(runner):
@@ -69,11 +71,7 @@ def train_counted(work_dir):
         train('classifier', 'xla', f'{work_dir}/{count}', count, prepare=prepare, **options)
         for count in (1, 2)
     )
-    return one['weights'], two['weights'], hooks[-1].counted
-
-
-def test_clipping_accumulation_and_ema_and_what_they_cost(tmp_path):
-    ((one, two, counted),) = run_ranks(train_counted, 0, str(tmp_path), environ=FOUR_DEVICES)
+    one, two, counted = one['weights'], two['weights'], hooks[-1].counted
     assert largest_difference(one, two) <= TOLERANCE
     executions, compilations = cost_of(counted[-8:-1])  # the last one ends the run
     assert len(executions) == 6
@@ -109,7 +107,8 @@ def test_two_ranks_of_two_devices_are_one_device_with_all_the_data(tmp_path):
     assert largest_difference(found[0]['weights'], found[1]['weights']) == 0
 
 
-def draw_again():
+@in_ranks(environ=FOUR_DEVICES)
+def test_random_numbers_of_all_devices_are_seeded_and_restored():
     import torch
 
     from mmdevplug.accelerators import get_accelerator
@@ -128,11 +127,6 @@ def draw_again():
     problem = set_random_state(state, accelerator, devices)
     again = draw()
     fewer = set_random_state(state, accelerator, devices[:2])
-    return first, second, again, problem, fewer
-
-
-def test_random_numbers_of_all_devices_are_seeded_and_restored():
-    ((first, second, again, problem, fewer),) = run_ranks(draw_again, 0, environ=FOUR_DEVICES)
     assert first[0] == first[1] == first[2]
     assert second != first
     assert again == second

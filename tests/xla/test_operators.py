@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 pytestmark = pytest.mark.xla
 
@@ -92,34 +92,6 @@ MASKS = dict(
 )
 
 
-def compute_numbers():
-    import mmdevplug
-
-    mmdevplug.init_device('none', 'xla')
-    mmdevplug.patch_mmengine('xla')
-    torch.manual_seed(0)
-    values, image = torch.linspace(-3, 3, 41), torch.rand(2, 3, 56, 56) + 0.5
-    odd = torch.rand(2, 16, 33, 21)
-    found = {}
-    for device in ('cpu', 'xla'):
-        for kind, functions, given in (
-            ('', ACTIVATIONS, values),
-            ('bfloat16 ', AVERAGES, image.bfloat16()),
-            ('image ', IMAGES, odd),
-            ('mask ', MASKS, values),
-            ('copy ', COPIES, torch.arange(18.0).view(6, 3)),
-        ):
-            for name, function in functions.items():
-                x = given.detach().to(device).requires_grad_()
-                result = function(x)
-                pair = [result.detach().cpu()]
-                if result.requires_grad:
-                    result.float().pow(2).sum().backward()
-                    pair.append(x.grad.cpu())
-                found.setdefault(kind + name, []).append(pair)
-    return found, scripted().tolist()
-
-
 def written(make):
     """What a tensor holds after its copy, or its view, was written to."""
 
@@ -161,8 +133,33 @@ def scripted():
     return torch.jit.script(choose)(torch.arange(4.0))
 
 
+@in_ranks()
 def test_operators_compute_what_the_host_computes():
-    ((found, script),) = run_ranks(compute_numbers, 0)
+    import mmdevplug
+
+    mmdevplug.init_device('none', 'xla')
+    mmdevplug.patch_mmengine('xla')
+    torch.manual_seed(0)
+    values, image = torch.linspace(-3, 3, 41), torch.rand(2, 3, 56, 56) + 0.5
+    odd = torch.rand(2, 16, 33, 21)
+    found = {}
+    for device in ('cpu', 'xla'):
+        for kind, functions, given in (
+            ('', ACTIVATIONS, values),
+            ('bfloat16 ', AVERAGES, image.bfloat16()),
+            ('image ', IMAGES, odd),
+            ('mask ', MASKS, values),
+            ('copy ', COPIES, torch.arange(18.0).view(6, 3)),
+        ):
+            for name, function in functions.items():
+                x = given.detach().to(device).requires_grad_()
+                result = function(x)
+                pair = [result.detach().cpu()]
+                if result.requires_grad:
+                    result.float().pow(2).sum().backward()
+                    pair.append(x.grad.cpu())
+                found.setdefault(kind + name, []).append(pair)
+    script = scripted().tolist()
     assert len(found) == len([*ACTIVATIONS, *AVERAGES, *IMAGES, *MASKS, *COPIES])
     wrong = []
     for name, (host, there) in found.items():
@@ -192,7 +189,9 @@ LAYERS = dict(
 )
 
 
-def bias_gradients(half):
+@pytest.mark.parametrize('half', [False, True])
+@in_ranks()
+def test_gradients_of_biases_are_added_up_in_float32(half):
     """Gradients of the parameters of layers in half precision, by layer and device."""
     import mmdevplug
 
@@ -212,12 +211,6 @@ def bias_gradients(half):
             gradients = {key: p.grad.float().cpu() for key, p in layer.named_parameters()}
             kinds = {str(p.grad.dtype) for p in layer.parameters()}
             found.setdefault(name, []).append((gradients, kinds))
-    return found
-
-
-@pytest.mark.parametrize('half', [False, True])
-def test_gradients_of_biases_are_added_up_in_float32(half):
-    (found,) = run_ranks(bias_gradients, 0, half)
     assert len(found) == len(LAYERS)
     wrong = []
     for name, ((expected, _), (gradients, kinds)) in found.items():

@@ -13,14 +13,6 @@ from tests.xla.t20 import with_calls
 pytestmark = pytest.mark.xla
 
 
-@pytest.mark.parametrize('per_rank', [[2, 3], [0, 4]])
-def test_samples_arrive_on_the_device_of_the_receiver(per_rank):
-    found = run_ranks(exchange_on, 2, 'xla', per_rank, environ=dict(CPU_NUM_DEVICES='2'))
-    for rank, each in enumerate(found):
-        check_found(each, rank, per_rank)
-        assert each['device'] == f'xla:{rank}'
-
-
 def test_eight_cards_of_a_t20():
     per_rank = [1, 0, 3, 1, 0, 2, 2, 0]
     results = run_ranks(with_calls, 8, exchange_on, 'gcu', per_rank, timeout=280)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 from tests.xla.shape_jobs import SIZES, segmentor, train
 from tests.xla.t20 import with_calls
 
@@ -65,27 +65,25 @@ def test_watching_compiles_and_runs_nothing(results):
     assert steps[0] == steps[1]
 
 
-def train_segmentors(work_dir):
+@pytest.mark.operators
+@in_ranks(environ=dict(CPU_NUM_DEVICES='1'))
+def test_mmseg_compiles_nothing_after_warm_up_though_ignored_pixels_vary(tmp_path):
     import torch
     from mmseg.utils import register_all_modules
 
     register_all_modules(init_default_scope=False)
     maps = dict(maps=True)
     padded = train(
-        work_dir, model=segmentor(), scope='mmseg', dataset=maps, pad_to=(20, 24), count=20
+        tmp_path, model=segmentor(), scope='mmseg', dataset=maps, pad_to=(20, 24), count=20
     )
     torch.manual_seed(0)
-    return padded
-
-
-@pytest.mark.operators
-def test_mmseg_compiles_nothing_after_warm_up_though_ignored_pixels_vary(tmp_path):
-    (padded,) = run_ranks(train_segmentors, 0, tmp_path, environ=dict(CPU_NUM_DEVICES='1'))
     assert compiled_after(padded) == 0
     assert padded['warnings'] == []
 
 
-def compare_with_host(pad_to):
+@pytest.mark.operators
+@in_ranks(environ=dict(CPU_NUM_DEVICES='1'))
+def test_losses_with_padding_are_those_of_the_host_without():
     """Losses of a segmentor on a lazy device, with padding, and on the host, without."""
     import torch
     from mmengine.registry import MODELS  # noqa: F401
@@ -94,19 +92,12 @@ def compare_with_host(pad_to):
     from tests.data.test_padding import segmentation_batch, segmentor as edges
 
     found = []
-    for device, padding in (('cpu', None), ('xla:0', pad_to)):
+    for device, padding in (('cpu', None), ('xla:0', (32, 48))):
         model = move_module(edges(padding, size=(20, 30)), torch.device(device))
         data = model.data_preprocessor(segmentation_batch((20, 30), (20, 30)), True)
         losses = model.parse_losses(model(**data, mode='loss'))[1]
         found.append({name: float(value) for name, value in losses.items()})
-    return found
-
-
-@pytest.mark.operators
-def test_losses_with_padding_are_those_of_the_host_without(tmp_path):
-    ((plain, padded),) = run_ranks(
-        compare_with_host, 0, (32, 48), environ=dict(CPU_NUM_DEVICES='1')
-    )
+    plain, padded = found
     assert plain['loss'] > 0.1
     for name, value in plain.items():
         assert padded[name] == pytest.approx(value, rel=1e-5)

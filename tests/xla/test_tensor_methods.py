@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks
 
 pytestmark = pytest.mark.xla
 
 
-def select_by_order():
+@in_ranks()
+def test_indices_of_a_sort_and_names_of_types():
     import mmdevplug
 
     mmdevplug.init_device('none', 'xla')
@@ -26,15 +27,13 @@ def select_by_order():
     assert (numbers.device, numbers.dtype) == (here.device, torch.float32)
     assert here.type('torch.xla.HalfTensor').dtype == torch.float16
     assert here.type('torch.FloatTensor').device.type == 'cpu'
-    return found
-
-
-def test_indices_of_a_sort_and_names_of_types():
-    ((host, there),) = run_ranks(select_by_order, 0)
+    host, there = found
     assert there == host
 
 
-def suppress_rotated():
+@pytest.mark.operators
+@in_ranks()
+def test_rotated_boxes_are_suppressed_as_on_the_host():
     from mmcv.ops import nms_quadri, nms_rotated
 
     import mmdevplug
@@ -50,12 +49,6 @@ def suppress_rotated():
             given = [tensor.to(device) for tensor in (boxes, scores, labels)]
             kept = suppress(*given[:2], 0.1, given[2])
             found.append([tensor.cpu().tolist() for tensor in kept])
-    return found
-
-
-@pytest.mark.operators
-def test_rotated_boxes_are_suppressed_as_on_the_host():
-    (found,) = run_ranks(suppress_rotated, 0)
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert 0 < len(found[0][1]) < 30

@@ -7,23 +7,15 @@ import sys
 import pytest
 from mmengine.registry import RUNNERS
 
-from tests.gradients.parity import SCENARIOS, compare_all
-from tests.jobs import PATHS, PLAIN, digits_config, largest_difference, train_digits, train_plain
-from tests.ranks import errors_of_ranks, run_ranks
+from tests.jobs import PATHS, PLAIN, digits_config
+from tests.ranks import errors_of_ranks, in_ranks, run_ranks
 from tests.xla.executions import cost_of, train_counted
 
 pytestmark = pytest.mark.xla
 
-#: Half precision is summed in float32 on the way, so its last bit may differ; XLA's own kernels
-#: round differently from PyTorch's.
-TOLERANCE = {'mixed_dtypes': 2e-2}
 
-
+@in_ranks(environ=dict(CPU_NUM_DEVICES='4'))
 def test_devices_of_one_process():
-    run_ranks(look_at_devices, 0, environ=dict(CPU_NUM_DEVICES='4'))
-
-
-def look_at_devices():
     import torch
 
     from mmdevplug.accelerators import get_accelerator
@@ -65,17 +57,6 @@ def test_detection_prefers_xla_only_where_pjrt_was_asked_for(asked_for, chosen):
     assert printed.stdout.splitlines()[-1] == f"{chosen} ['xla', 'cpu']"
 
 
-@pytest.fixture(scope='module')
-def differences():
-    return run_ranks(compare_all, 2, 'xla', environ=dict(CPU_NUM_DEVICES='2'))
-
-
-@pytest.mark.parametrize('scenario', SCENARIOS)
-def test_trains_as_ddp_on_the_cpu(differences, scenario):
-    for found in differences:
-        assert found[scenario] <= TOLERANCE.get(scenario, 1e-5)
-
-
 def wrap_in_ddp():
     from torch import distributed as torch_dist, nn
     from torch.nn.parallel import DistributedDataParallel
@@ -89,21 +70,6 @@ def test_stock_ddp_refuses_tensors_of_a_lazy_device():
     errors = errors_of_ranks(wrap_in_ddp, 2, environ=dict(CPU_NUM_DEVICES='2'), together=True)
     assert any('invalid tensor type' in message for _, message in errors.values())
     assert 'xla' in errors[1][1]
-
-
-@pytest.mark.parametrize('ranks', [0, 2])
-def test_accuracy(tmp_path, ranks):
-    results = run_ranks(train_digits, ranks, 'xla', tmp_path, environ=dict(CPU_NUM_DEVICES='2'))
-    assert results[0]['accuracy'] >= 97.0
-    assert [result['device'] for result in results] == ['xla:0', 'xla:1'][: len(results)]
-
-
-def test_weights_equal_those_of_one_process_on_the_cpu(tmp_path):
-    (expected,) = run_ranks(train_plain, 0, 'cpu', tmp_path / 'cpu')
-    for result in run_ranks(
-        train_plain, 2, 'xla', tmp_path / 'xla', environ=dict(CPU_NUM_DEVICES='2')
-    ):
-        assert largest_difference(result['weights'], expected['weights']) <= 1e-4
 
 
 def count_executions(work_dir, accumulative_counts):
