@@ -191,6 +191,22 @@ class DrawsFromOthers(ReadsOthers, IterBasedTrainLoop):
 
 
 @HOOKS.register_module(force=True)
+class SetsUpLast(Hook):
+    """A hook that is called after the checkpoint hook, as mmrazor's DumpSubnetHook."""
+
+    priority = 'VERY_LOW'
+
+    def __init__(self):
+        self.scale = None
+
+    def before_train(self, runner):
+        self.scale = 0.7
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        data_batch['inputs'].mul_(self.scale)
+
+
+@HOOKS.register_module(force=True)
 class ReadsByItself(Hook):
     """A hook with a loader of its own, from which it reads every second iteration."""
 
@@ -307,6 +323,7 @@ KEPT = dict(
     drawn_with_workers=_drawn(_loader(12, **_WORKERS), _loader(24, sampler=_INFINITE)),
     participant=dict(custom_hooks=[dict(type='Teaches')]),
     begins=dict(custom_hooks=_BEGIN),
+    begins_last=dict(custom_hooks=[dict(type='SetsUpLast'), *_BEGIN]),
     begins_by_iter=dict(by_epoch=False, custom_hooks=_BEGIN),
     sampler=dict(train_dataloader=_loader(sampler=_OWN)),
     sampler_by_iter=dict(by_epoch=False, train_dataloader=_loader(sampler=_OWN, **_WORKERS)),
