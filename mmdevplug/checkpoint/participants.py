@@ -25,7 +25,7 @@ from mmdevplug.errors import CheckpointError, DevPlugError, first_line
 from mmdevplug.patches.torch_load import last_read, safe_loading
 from mmdevplug.utils.annotations import AnyLoop, AnyRunner, SavedState, StateDict, Stateful
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.loops import loaders_of
+from mmdevplug.utils.loops import loaders_of, loops_of
 from mmdevplug.utils.state_types import Maybe
 from mmdevplug.version import __version__
 
@@ -112,10 +112,7 @@ class Participants:
 
     def add_loops(self, runner: AnyRunner) -> None:
         """Add the loops of a runner, and all loaders that they hold."""
-        for kind in ('train', 'val'):
-            loop = getattr(runner, f'_{kind}_loop', None)
-            if loop is None or isinstance(loop, dict):
-                continue
+        for kind, loop in loops_of(runner):
             self._loops[kind] = loop
             for index, loader in enumerate(loaders_of(loop)):
                 make_resumable(loader, runner.seed)

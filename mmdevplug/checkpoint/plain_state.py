@@ -1,4 +1,4 @@
-"""Save and restore state in plain attributes of modules and hooks, which no ``state_dict`` holds.
+"""Save and restore state in plain attributes of modules, hooks and loops, outside ``state_dict``.
 
 Attributes are compared with what they were when training began; those that differ at a checkpoint
 are saved with it. What is no plain value, or too large, is named in a warning once.
@@ -27,11 +27,14 @@ from mmengine.hooks import (
 )
 from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
+from mmengine.runner import BaseLoop
 from torch import Tensor, nn
 
 from mmdevplug.accelerators import rank_context
+from mmdevplug.data.resumable_loader import has_state
 from mmdevplug.utils.annotations import AnyRunner, SavedState, StateDict
 from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.loops import loops_of
 
 from .host_copy import find_leaves
 from .participants import keeps_state, named_hooks, warn_of_unused
@@ -69,6 +72,12 @@ _OF_MMENGINES_HOOKS: Dict[type, Tuple[str, ...]] = {
     ProfilerHook: ('profiler', '_closed'),
     RuntimeInfoHook: ('last_loop_stage',),
 }
+#: Attributes of MMEngine's loops, which it saves, takes from the config or fills again.
+_OF_LOOPS = {
+    *('_runner', 'dataloader', 'dataloader_iterator', 'evaluator', 'fp16', 'val_loss'),
+    *('_epoch', '_iter', '_max_epochs', '_max_iters', 'stop_training', 'runs_as_mmengine'),
+    *('val_begin', 'val_interval', 'dynamic_milestones', 'dynamic_intervals'),
+}
 #: Fingerprints of an attribute that is missing or has not been set yet.
 _UNSET = (None, (type(None), None), (bool, False))
 #: The name under which it is saved which parameters of a module are trained.
@@ -76,7 +85,7 @@ _TRAINED = 'requires_grad of parameters'
 
 
 class Owner(NamedTuple):
-    """A module, a hook or an object that one of them holds."""
+    """A module, a hook, a loop or an object that one of them holds."""
 
     path: str
     value: Any
@@ -86,7 +95,7 @@ class Owner(NamedTuple):
 
 
 class PlainState:
-    """The plain attributes of a runner's model and hooks, compared with those at the start.
+    """The plain attributes of a runner's model, hooks and loops, compared with those at the start.
 
     Args:
         runner (Runner): Before training begins, and before anything is restored.
@@ -129,7 +138,7 @@ class PlainState:
             log_warning(
                 f'Changes while training and is not saved: {", ".join(new)}. A resumed run begins '
                 f'with what the config builds: keep states in numbers, strings, tensors or '
-                f'containers of these of at most {MOST_BYTES >> 20} MB, or give a hook '
+                f'containers of these of at most {MOST_BYTES >> 20} MB, or give a hook or loop '
                 f'state_dict() and load_state_dict(); ignore caches.'
             )
         self._warned.update(new)
@@ -171,9 +180,12 @@ class PlainState:
 
 
 def _owners(runner: AnyRunner) -> Iterator[Owner]:
-    """Walk over the modules of a model, its hooks, and the plain objects that they hold."""
+    """Walk over the modules of a model, its hooks and loops, and the plain objects they hold."""
     seen: Set[int] = set()
     todo: List[Tuple[str, object, int, bool]] = []
+    for name, loop in loops_of(runner):
+        if not has_state(loop):
+            todo.append((f'{name}_loop', loop, 0, False))
     late = False
     for name, hook in named_hooks(runner):
         if not keeps_state(hook):  # those with a state_dict() save their state themselves
@@ -197,9 +209,11 @@ def _owners(runner: AnyRunner) -> Iterator[Owner]:
 
 
 def _attributes(value: object) -> Dict[str, object]:
-    """The attributes of a module, a hook or an object that may be a state of training."""
+    """The attributes of a module, a hook, a loop or an object that may be a state of training."""
     package = type(value).__module__.split('.')[0]
-    of_ours = package == 'mmdevplug' or (package == 'mmengine' and isinstance(value, Hook))
+    of_ours = package == 'mmdevplug' or (
+        package == 'mmengine' and isinstance(value, (Hook, BaseLoop))
+    )
     left_out: Set[str] = set()
     attributes = {} if of_ours else dict(vars(value))
     if isinstance(value, nn.Module):
@@ -214,6 +228,10 @@ def _attributes(value: object) -> Dict[str, object]:
         for kind, names in _OF_MMENGINES_HOOKS.items():
             if isinstance(value, kind):
                 left_out.update(names)
+    elif isinstance(value, BaseLoop):
+        # Where an iterator is, is saved with its loader.
+        iterators = {name for name, each in attributes.items() if isinstance(each, Iterator)}
+        left_out = _OF_LOOPS | iterators
     for name in left_out & attributes.keys():
         del attributes[name]
     return attributes

@@ -1,6 +1,6 @@
 """Continue training at the checkpoint: loops, random states, and a validation that was due."""
 
-from typing import Callable, List, Mapping, Optional, Union
+from typing import Any, Callable, List, Mapping, Optional, Union
 
 from mmengine.dist import get_world_size
 from mmengine.hooks import Hook
@@ -73,15 +73,23 @@ class Progress:
             )
 
     def before_epoch(self, *parts: Union[PlainState, Participants]) -> None:
-        """Restore random states, or note those of parts, when ``before_train_epoch`` comes next.
+        """Restore random states, or note those of parts when ``before_train_epoch`` begins.
 
         In the middle of an epoch hooks have been called already: :meth:`after_repeating` undoes
-        what they count and draw once more.
+        what they count and draw once more. What they do in ``before_train`` stays, which some of
+        them have not come to yet.
         """
         if self._between_epochs:
             self._random.restore()
-        else:
+            return
+        first: Any = self.runner.hooks[0]
+
+        def note(runner: AnyRunner) -> None:
+            del vars(first)['before_train_epoch']
             self._undo = [part.keep() for part in parts]
+            first.before_train_epoch(runner)
+
+        first.before_train_epoch = note
 
     def after_repeating(self) -> None:
         """Restore the attributes that hooks changed when they were called a second time."""

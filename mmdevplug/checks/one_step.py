@@ -8,7 +8,7 @@ from typing import Iterator, List, NamedTuple, Tuple
 
 import torch
 from mmengine.config import Config
-from mmengine.hooks import Hook
+from mmengine.hooks import Hook, RuntimeInfoHook
 from mmengine.registry import RUNNERS
 from mmengine.runner.loops import _InfiniteDataloaderIterator
 from torch import nn
@@ -180,6 +180,10 @@ def _prepare(runner: DeviceRunner) -> object:
     if runner._val_loop is not None:
         runner._val_loop = runner.build_val_loop(runner._val_loop)
     runner.optim_wrapper.initialize_count_status(runner.model, 0, 1)
+    for hook in runner.hooks:
+        if isinstance(hook, RuntimeInfoHook):  # a model may read the length of the training
+            hook.before_run(runner)
+            hook.before_train(runner)
     batch = _first_batch(runner)
     runner.model.train()
     return batch

@@ -12,6 +12,14 @@ from mmdevplug.utils.annotations import AnyLoop, AnyRunner
 UNKNOWN = sys.maxsize
 
 
+def loops_of(runner: AnyRunner) -> List[Tuple[str, AnyLoop]]:
+    """List the loops for training and validation that a runner has built, with these names."""
+    found = [(kind, getattr(runner, f'_{kind}_loop', None)) for kind in ('train', 'val')]
+    return [
+        (kind, loop) for kind, loop in found if loop is not None and not isinstance(loop, dict)
+    ]
+
+
 def loader_of(loop: AnyLoop) -> Any:
     """Return the data loader of a loop that calls it ``dataloader``, as MMEngine's do, or None."""
     return getattr(loop, 'dataloader', None)

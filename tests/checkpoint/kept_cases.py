@@ -190,6 +190,49 @@ class DrawsFromOthers(ReadsOthers, IterBasedTrainLoop):
         super().run_iter(_mixed(data_batch, [next(each) for each in self.iterators]))
 
 
+class Remembers:
+    """A loop that scales batches by plain attributes, as mmrazor's keep candidates and flags."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.first, self.means, self.clock = True, [], Clock()
+
+    def scaled(self, batch):
+        self.means = [*self.means[-2:], float(batch['inputs'].mean())]
+        scale = 1 + self.first + self.clock.tick() + sum(self.means) / 50
+        self.first = False
+        batch['inputs'] = batch['inputs'] * scale
+        return batch
+
+
+@LOOPS.register_module(force=True)
+class RemembersByEpoch(Remembers, EpochBasedTrainLoop):
+    def run_iter(self, idx, data_batch):
+        super().run_iter(idx, self.scaled(data_batch))
+
+
+@LOOPS.register_module(force=True)
+class RemembersByIter(Remembers, IterBasedTrainLoop):
+    def run_iter(self, data_batch):
+        super().run_iter(self.scaled(data_batch))
+
+
+@HOOKS.register_module(force=True)
+class SetsUpLast(Hook):
+    """A hook that is called after the checkpoint hook, as mmrazor's DumpSubnetHook."""
+
+    priority = 'VERY_LOW'
+
+    def __init__(self):
+        self.scale = None
+
+    def before_train(self, runner):
+        self.scale = 0.7
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        data_batch['inputs'].mul_(self.scale)
+
+
 @HOOKS.register_module(force=True)
 class ReadsByItself(Hook):
     """A hook with a loader of its own, from which it reads every second iteration."""
@@ -305,8 +348,13 @@ KEPT = dict(
     zipped_with_workers=_zipped(_loader(24, num_workers=1), _loader(28, **_WORKERS)),
     drawn=_drawn(_loader(12), _loader(16, sampler=_RANDOM)),
     drawn_with_workers=_drawn(_loader(12, **_WORKERS), _loader(24, sampler=_INFINITE)),
+    loop=dict(train_cfg=dict(type='RemembersByEpoch', max_epochs=4, val_interval=2)),
+    loop_by_iter=dict(
+        by_epoch=False, train_cfg=dict(type='RemembersByIter', max_iters=20, val_interval=10)
+    ),
     participant=dict(custom_hooks=[dict(type='Teaches')]),
     begins=dict(custom_hooks=_BEGIN),
+    begins_last=dict(custom_hooks=[dict(type='SetsUpLast'), *_BEGIN]),
     begins_by_iter=dict(by_epoch=False, custom_hooks=_BEGIN),
     sampler=dict(train_dataloader=_loader(sampler=_OWN)),
     sampler_by_iter=dict(by_epoch=False, train_dataloader=_loader(sampler=_OWN, **_WORKERS)),

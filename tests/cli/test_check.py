@@ -54,6 +54,20 @@ class WithSpareHead(DigitsClassifier):
         self.spare = nn.Linear(2, 2)
 """
 
+READS_LENGTH = """
+from mmengine.logging import MessageHub
+from mmengine.registry import MODELS
+from mmdevplug.examples.digits import DigitsClassifier
+
+
+@MODELS.register_module()
+class ReadsLength(DigitsClassifier):
+    def train_step(self, data, optim_wrapper):
+        info = MessageHub.get_current_instance().runtime_info
+        assert 0 == info['epoch'] == info['iter'] < info['max_epochs'] < info['max_iters']
+        return super().train_step(data, optim_wrapper)
+"""
+
 
 class WithKeywords(nn.Module):
     def __init__(self):
@@ -109,6 +123,15 @@ def test_a_parameter_without_a_gradient_is_a_warning(tmp_path):
     assert status in (None, 0)
     _, out, _ = checked(path, '--cfg-options', 'find_unused_parameters=True', folder=tmp_path)
     assert 'warning:' not in out
+
+
+@needs_modes
+def test_a_model_may_read_the_length_of_the_training(tmp_path):
+    (tmp_path / 'reads_length.py').write_text(READS_LENGTH)
+    path = config(tmp_path, "model = dict(type='ReadsLength')", ['reads_length'])
+    status, out, err = checked(path, folder=tmp_path)
+    assert status in (None, 0), out + err
+    assert out.splitlines()[-1] == 'consistent: one training step on cpu'
 
 
 BY_ITERATION = "_delete_=True, type='IterBasedTrainLoop', max_iters=3"
