@@ -17,7 +17,7 @@ from mmdevplug.utils.broken_imports import explain_import
 from .accelerator import AcceleratorOptions, to_dict
 from .base_config import base_config
 from .fields import did_you_mean
-from .runner_config import READ_BESIDE
+from .runner_config import READ_BESIDE, import_custom_modules
 
 
 def load_file(path: str, import_modules: bool = True) -> Config:
@@ -27,6 +27,8 @@ def load_file(path: str, import_modules: bool = True) -> Config:
         if '::' in path:
             path, _ = Config._get_cfg_path(path, '')
         cfg = Config.fromfile(path, import_custom_modules=import_modules)
+        if import_modules:
+            import_custom_modules(cfg)
         if import_modules and cfg.get('default_scope'):
             _register_modules(cfg.default_scope)
         return cfg

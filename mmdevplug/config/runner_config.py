@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Dict, Union
 
 from mmengine.config import Config, ConfigDict
+from mmengine.utils import import_modules_from_strings
 
 from mmdevplug.errors import DevPlugError
 
@@ -38,6 +39,12 @@ def prepare_config(cfg: ConfigType) -> ConfigType:
     if cfg.get('env_cfg') is None:
         cfg['env_cfg'] = {}
     return cfg
+
+
+def import_custom_modules(cfg: ConfigType) -> None:
+    """Import what ``custom_imports`` names, which MMEngine does for old-style configs alone."""
+    if cfg.get('custom_imports'):
+        import_modules_from_strings(**cfg['custom_imports'])
 
 
 def refuse_misspelt(cfg: ConfigType) -> None:

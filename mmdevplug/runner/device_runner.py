@@ -25,7 +25,7 @@ from mmdevplug.checkpoint.reading import find_resume_point
 from mmdevplug.checkpoint.resume import Resume
 from mmdevplug.checkpoint.saving import save_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.config.runner_config import prepare_config, refuse_misspelt
+from mmdevplug.config.runner_config import import_custom_modules, prepare_config, refuse_misspelt
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import build_loader, check_train_loop
 from mmdevplug.device_guard.explain import explain_cuda
@@ -125,6 +125,7 @@ class DeviceRunner(Runner):
     @classmethod
     def from_cfg(cls, cfg: Config) -> 'DeviceRunner':
         """Build a runner from a config; see :meth:`mmengine.runner.Runner.from_cfg`."""
+        import_custom_modules(cfg)
         return super().from_cfg(prepare_config(cfg))
 
     # set-up -------------------------------------------------------------------------------------

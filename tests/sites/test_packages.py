@@ -11,7 +11,7 @@ from mmengine.utils import package_utils
 import mmdevplug
 from mmdevplug.cli.common import add_common_arguments, load_config
 from mmdevplug.errors import DevPlugError
-from tests.commands import python
+from tests.commands import environment, python
 
 #: MMEngine knows a package of this name, which is not installed.
 PACKAGE, NAME = 'mmtrack', 'sites/tiny_config'
@@ -113,6 +113,24 @@ def test_a_script_builds_our_runner_from_a_new_style_config(tmp_path, line, buil
     )
     done = python('-c', script)
     assert done.stdout.splitlines()[-1:] == [built], done.stderr
+
+
+@pytest.mark.parametrize('way', ['command', 'script'])
+def test_custom_imports_of_a_new_style_config_are_imported(tmp_path, way):
+    (tmp_path / 'registers_things.py').write_text("print('registered')")
+    path = tmp_path / 'mine.py'
+    path.write_text(
+        'from mmengine.config import read_base\nwith read_base():\n'
+        '    from mmdevplug.configs._base_.accelerators.cpu import *\n'
+        "custom_imports = dict(imports=['registers_things'], allow_failed_imports=False)\n"
+    )
+    build = dict(
+        command=f'from mmdevplug.config.load import load_file\nload_file({str(path)!r})',
+        script='from mmengine.config import Config\nfrom mmengine.registry import RUNNERS\n'
+        f'RUNNERS.build(Config.fromfile({str(path)!r}))',  # which has no model
+    )
+    done = python('-c', build[way], env=environment(tmp_path))
+    assert done.stdout.splitlines()[:1] == ['registered'], done.stderr
 
 
 def test_our_base_config_asks_for_no_package(no_pkg_resources, tmp_path):
