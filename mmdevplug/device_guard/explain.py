@@ -25,7 +25,8 @@ _MIXED = re.compile(
 _MAYBE = re.compile(r'device|\bcpu\b|\w+Tensor', re.IGNORECASE)
 #: Errors of a line that asks for CUDA where there is none, and what to write in its place.
 _CUDA = {
-    r'not compiled with CUDA|NVIDIA driver|No CUDA GPUs|torch\.cuda\.\w*Tensor not available': (
+    r'not compiled with CUDA|NVIDIA driver|No CUDA GPUs|re-initialize CUDA'
+    r'|torch\.cuda\.\w*Tensor not available': (
         'Take the device of an input: x.to(y.device), y.new_zeros(...) or device=y.device'
     ),
     r'AmpOptim\w+\W+is only available': (

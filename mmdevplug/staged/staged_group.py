@@ -1,7 +1,7 @@
 """The process group of the backend ``staged``."""
 
 from datetime import timedelta
-from typing import List, Optional, Sequence
+from typing import List, Optional, Sequence, Set
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -26,6 +26,10 @@ def register() -> None:
     # The only type of device for which init_process_group() could choose this backend by itself
     # has gloo already: jobs that do not name it are as before.
     torch_dist.Backend.register_backend(NAME, _create, devices=['cpu'])
+    # PyTorch's flight recorder, since 2.15, would look for a backend that C++ knows; gloo of the
+    # group writes records by itself.
+    recording: Set[str] = getattr(c10d, '_FR_SELF_RECORDING_BACKENDS', set())
+    recording.add(NAME)
 
 
 def _create(
