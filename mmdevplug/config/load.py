@@ -29,8 +29,8 @@ def load_file(path: str, import_modules: bool = True) -> Config:
         cfg = Config.fromfile(path, import_custom_modules=import_modules)
         if import_modules:
             import_custom_modules(cfg)
-        if import_modules and cfg.get('default_scope'):
-            _register_modules(cfg.default_scope)
+            if cfg.get('default_scope'):
+                _register_modules(cfg.default_scope)
         return cfg
     except Exception as error:
         # A config runs code, which may fail in any way.
