@@ -83,9 +83,13 @@ class Progress:
             self._random.restore()
             return
         first: Any = self.runner.hooks[0]
+        # A hook may hold a function of its own there, which must be called and stay.
+        own = vars(first).get('before_train_epoch')
 
         def note(runner: AnyRunner) -> None:
             del vars(first)['before_train_epoch']
+            if own is not None:
+                first.before_train_epoch = own
             self._undo = [part.keep() for part in parts]
             first.before_train_epoch(runner)
 
