@@ -72,11 +72,7 @@ def explain_cuda(device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        known = ((each, way) for each in reversed(chain(error)) for way in _CUDA.items())
-        cause, advice = next(
-            ((each, advice) for each, (words, advice) in known if re.search(words, str(each))),
-            (None, ''),
-        )
+        cause, advice = _cause_about_cuda(error)
         calls = [] if cause is None else list(traceback.walk_tb(cause.__traceback__))
         user = next((call for call in reversed(calls) if is_of_user(call[0])), None)
         if isinstance(error, DevPlugError) or device.type == 'cuda' or user is None:
@@ -86,6 +82,15 @@ def explain_cuda(device: torch.device) -> Iterator[None]:
             f'{device}. The line: `{_code(user)}`. {advice}. '
             f'{type(cause).__name__}: {first_line(cause)}'
         ) from error
+
+
+def _cause_about_cuda(error: Exception) -> Tuple[Optional[BaseException], str]:
+    """The innermost cause that says that there is no CUDA, and advice."""
+    for cause in reversed(chain(error)):
+        for words, advice in _CUDA.items():
+            if re.search(words, str(cause)):
+                return cause, advice
+    return None, ''
 
 
 def _explain(error: Exception, model: nn.Module, devices: Sequence[torch.device]) -> Optional[str]:
