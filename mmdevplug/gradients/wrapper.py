@@ -124,6 +124,23 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             with torch.no_grad():
                 broadcast_tensors(list(self.module.buffers()), self.accelerator, group)
 
+    def _sync_params_and_buffers(self, authoritative_rank: int = 0) -> None:
+        """Send the weights of a rank, for the constructor of DDP in PyTorch 1.10.
+
+        There DDP sends what ``state_dict()`` returns: extra states are no tensors, and a method of
+        one's own may leave weights out.
+        """
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        sent = [
+            value.detach()
+            for name, value in named.items()
+            if name not in self.parameters_to_ignore
+        ]
+        if sent:
+            self._distributed_broadcast_coalesced(
+                sent, self.broadcast_bucket_size, authoritative_rank
+            )
+
     def _follow_trainable(self) -> None:
         """Average the gradients of what is trained now, on all ranks.
 

@@ -37,6 +37,39 @@ def test_interchangeable_with_mmengines_wrapper(accelerator):
     assert wrapper.staging is None
 
 
+class SavesLittle(nn.Linear):
+    """Saves an extra state, which is no tensor, and neither its weights nor its buffer."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer('steps', torch.zeros(2))
+
+    def get_extra_state(self):
+        return dict(kept='text')
+
+    def set_extra_state(self, state):
+        assert state == dict(kept='text')
+
+    def state_dict(self, *args, **kwargs):
+        saved = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in saved.items() if name == '_extra_state'}
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+@in_ranks(2)
+def test_weights_of_rank_0_are_sent_whatever_is_saved(accelerator):
+    start(accelerator)
+    rank = torch.distributed.get_rank()
+    module = SavesLittle()
+    with torch.no_grad():
+        for value in (*module.parameters(), *module.buffers()):
+            value.fill_(rank + 1)
+    wrapper = DeviceDistributedDataParallel(module)
+    sent = [*wrapper.module.parameters(), *wrapper.module.buffers()]
+    assert len(sent) == 3
+    assert all(value.cpu().eq(1).all() for value in sent)
+
+
 class StaysOnHost(nn.Linear):
     def _apply(self, fn, recurse=True):
         return self
