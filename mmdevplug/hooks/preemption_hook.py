@@ -68,6 +68,17 @@ class PreemptionHook(Hook):
 
     def after_train(self, runner: AnyRunner) -> None:
         """Put back the handlers that were there before."""
+        self._put_back()
+
+    def end_training(self) -> None:
+        """Put them back after an error, too, where the process may go on, as a notebook does.
+
+        A rank of a job ends with its error, and no signal must end it before it has said so.
+        """
+        if self._handlers and self._env.launcher == 'none':
+            self._put_back()
+
+    def _put_back(self) -> None:
         for number, handler in self._handlers.items():
             # None is a handler that was not set from Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

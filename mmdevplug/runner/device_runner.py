@@ -33,6 +33,7 @@ from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.gradients.wrapper_arguments import refuse_frozen
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
+from mmdevplug.hooks.preemption_hook import PreemptionHook
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.optim.adapt_config import adapt_optim_wrapper_cfg, check_optimizers, warn_of_fp16
 from mmdevplug.patches.autocast import prepare_compiling
@@ -337,12 +338,17 @@ class DeviceRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all ranks, and their messages name it."""
-        with explained(self, 'train'):
-            enter_phase('data preparation')
-            self.resume_state.note_schedulers(self.param_schedulers)
-            self.job = begin_job(self)
-            model = super().train()
-            wait_for_everyone('end of training')
+        try:
+            with explained(self, 'train'):
+                enter_phase('data preparation')
+                self.resume_state.note_schedulers(self.param_schedulers)
+                self.job = begin_job(self)
+                model = super().train()
+                wait_for_everyone('end of training')
+        finally:
+            for hook in self.hooks:
+                if isinstance(hook, PreemptionHook):
+                    hook.end_training()
         enter_phase('after training')
         return model
 

@@ -201,6 +201,25 @@ def test_handlers_are_put_back_and_one_that_ignores_stays():
         signal.signal(signal.SIGHUP, hangup)
 
 
+@pytest.mark.parametrize('error', [ValueError, SystemExit])
+def test_a_training_that_raises_leaves_no_handler_and_no_thread(tmp_path, error):
+    def fail(runner, *args, **kwargs):
+        raise error
+
+    def left():
+        return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    before, threads = left(), threading.enumerate()
+    runner = build(tmp_path)
+    note(runner, 'before_train_iter', fail)
+    with pytest.raises(error):
+        runner.train()
+    assert left() == before
+    for thread in set(threading.enumerate()) - set(threads):
+        thread.join(10)
+        assert not thread.is_alive(), thread  # it would hold a pair of sockets
+
+
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_that_another_thread_takes_wakes_the_main_thread(number):
     """As gloo's threads do, which block no signal."""
