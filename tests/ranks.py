@@ -131,8 +131,11 @@ def _become_server(paths, code, numbers, copies):
         sys.path[:0] = paths
         before = os.environ.get('PYTHONPATH')
         os.environ['PYTHONPATH'] = os.pathsep.join([*paths, *([before] if before else [])])
-    for number, copy in zip(numbers, copies):
+    # Out of the way of all numbers first: one of them may be that of another copy.
+    apart = [fcntl.fcntl(copy, fcntl.F_DUPFD, max(numbers) + 1) for copy in copies]
+    for number, copy in zip(numbers, apart):
         os.dup2(copy, number)
+    for copy in {*copies, *apart} - {*numbers}:
         os.close(copy)
     exec(code)
 
