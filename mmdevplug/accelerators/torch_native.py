@@ -135,8 +135,13 @@ class TorchNativeAccelerator(Accelerator):
     def is_available(self) -> bool:
         if not self._is_registered():
             return False
-        answer = self._call('is_available')
+        answer = self._call('is_available', default=self._backend_answer())
         return self.device_count() > 0 if answer is None else answer
+
+    def _backend_answer(self) -> Optional[bool]:
+        """Whether ``torch.backends`` has a device, all that PyTorch 2.1 tells of mps."""
+        ask = getattr(getattr(torch.backends, self.device_type, None), 'is_available', None)
+        return None if ask is None else bool(ask())
 
     def device_count(self) -> int:
         """See :meth:`Accelerator.device_count`.
@@ -147,7 +152,7 @@ class TorchNativeAccelerator(Accelerator):
         if not self._is_registered():
             return 0
         given = self._given_count
-        count: Any = self._call('device_count')
+        count: Any = self._call('device_count', default=self._backend_answer())
         if count is None and given is None:
             raise AcceleratorError(
                 f'nothing tells how many devices accelerator {self.name!r} has. '
@@ -159,7 +164,7 @@ class TorchNativeAccelerator(Accelerator):
                 f'accelerator.device_count={given}, but torch.{self.device_type} tells {count}. '
                 f'Remove the key.'
             )
-        count = given if count is None else count
+        count = given if count is None else int(count)
         self._answer_pytorch(count)
         return count
 

@@ -143,6 +143,15 @@ def test_family_without_a_device_is_passed_over(monkeypatch, functions):
     assert available_accelerators() == ['cpu']
 
 
+@pytest.mark.parametrize(('there', 'detected'), [(False, 'cpu'), (True, 'mps')])
+def test_a_module_that_tells_nothing_is_answered_for_by_its_backend(monkeypatch, there, detected):
+    """As `torch.mps` of PyTorch 2.1, on machines with and without such a device."""
+    monkeypatch.setattr(torch, 'mps', types.ModuleType('mps'), raising=False)
+    backend = types.SimpleNamespace(is_available=lambda: there)
+    monkeypatch.setattr(torch.backends, 'mps', backend, raising=False)
+    assert choose_accelerator().reason == f'detected: 1 {detected} device(s)'
+
+
 def test_registered_accelerator_is_detected_before_all_others(monkeypatch):
     class OwnAccelerator(CPUAccelerator):
         name = 'own'
