@@ -23,9 +23,10 @@ def torch_before(release):
     return digit_version(torch.__version__) < digit_version(release)
 
 
-def checkpoint(function, *args, use_reentrant):
+def checkpoint(function, *args, use_reentrant, **options):
     """PyTorch's, which before 1.11 has one way, the reentrant one, and no name for it."""
-    options = {} if torch_before('1.11.0') else dict(use_reentrant=use_reentrant)
+    if not torch_before('1.11.0'):
+        options['use_reentrant'] = use_reentrant
     return torch.utils.checkpoint.checkpoint(function, *args, **options)
 
 
