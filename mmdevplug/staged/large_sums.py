@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .group_base import GroupBase
 
 
+# What is made in a caller's inference mode, gloo of PyTorch 2.1 cannot write to from its threads.
+@torch.inference_mode(False)
 def share_sums(group: 'GroupBase', device_type: str) -> Optional[SharedSums]:
     """Return where a group adds up large tensors; None on all ranks if they cannot share memory.
 
