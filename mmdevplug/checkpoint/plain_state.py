@@ -8,6 +8,7 @@ import copy
 import pickle
 import random
 import re
+import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from math import inf
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -243,7 +244,12 @@ def _objects(value: Any, index: str = '') -> Iterator[Tuple[str, object]]:
         yield index, value
     elif type(value) in {list, tuple, *_DICTS} and len(value) < _MOST_OBJECTS and len(index) < 64:
         for key, item in value.items() if type(value) in _DICTS else enumerate(value):
-            yield from _objects(item, f'{index}[{key!r:.20}]')
+            yield from _objects(item, f'{index}[{_short(repr(key))}]')
+
+
+def _short(key: str, most: int = 20) -> str:
+    """Shorten a key; keys that begin alike, as names of layers do, stay different."""
+    return key if len(key) <= most else f'{key[:most]}~{zlib.crc32(key.encode()):x}'
 
 
 def _is_plain_object(value: object) -> bool:

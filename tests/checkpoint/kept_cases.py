@@ -70,6 +70,8 @@ class Keeps(NoisyModel):
         super().__init__(**kwargs)
         self.temperature = Temperature()
         self.clocks = [Clock(), dict(inner=Clock())]
+        # Names of layers begin alike.
+        self.of_layers = {f'backbone.layers.of_stage.{n}': Clock() for n in range(2)}
         self.average = None
         self.recent = deque(maxlen=3)
         self.table = dict(most=0.0, order=[], kinds={'first'})
@@ -87,6 +89,8 @@ class Keeps(NoisyModel):
         self.array += self.recent[-1]
         self.steps = getattr(self, 'steps', get_rank()) + 1
         scale = self.clocks[0].tick() * self.clocks[1]['inner'].tick()
+        for layer, clock in enumerate(self.of_layers.values()):
+            scale *= [clock.tick() for _ in range(layer + 1)][-1]
         more = sum(self.recent) + self.table['most'] + self.average.sum() + self.array.sum() / 99
         loss = self.temperature(losses).mean() * scale * (1 + self.steps / 50)
         return dict(loss=loss + loss * more / 100)
