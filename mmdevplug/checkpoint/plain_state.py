@@ -37,7 +37,7 @@ from mmdevplug.utils.annotations import AnyRunner, SavedState, StateDict
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import loops_of
 
-from .host_copy import find_leaves
+from .host_copy import copy_to_host, find_leaves
 from .participants import keeps_state, named_hooks, warn_of_unused
 
 #: The largest attribute that is saved. Larger ones are more often a cache than a state.
@@ -83,6 +83,9 @@ _OF_LOOPS = {
 _UNSET = (None, (type(None), None), (bool, False))
 #: The name under which it is saved which parameters of a module are trained.
 _TRAINED = 'requires_grad of parameters'
+#: The name of the parameters and buffers of a module that is no part of the runner's model, such
+#: as a teacher that a hook keeps. They are compared, not saved: each rank would save all of them.
+_WEIGHTS = 'weights and buffers'
 
 
 class Owner(NamedTuple):
@@ -119,7 +122,9 @@ class PlainState:
                 continue  # created during training, so it cannot be restored by path
             first, marks = self._first.get(owner.path, {}), _marks(owner)
             differ = sorted(name for name in marks if first.get(name) != marks[name])
-            unfit = {name for name in differ if owner.late or not marks[name][1]}
+            unfit = {
+                name for name in differ if name != _WEIGHTS and (owner.late or not marks[name][1])
+            }
             for name in differ:
                 value = owner.attributes[name]
                 if _is_switch(owner, name, value):
@@ -127,7 +132,8 @@ class PlainState:
                     continue
                 # Attributes that the first use fills, such as a cache and the flag that says so,
                 # are left out together: a restored flag would promise a cache that is not there.
-                if name in unfit or (unfit and first.get(name, (None,))[0] in _UNSET):
+                lost = name in unfit or name == _WEIGHTS
+                if lost or (unfit and first.get(name, (None,))[0] in _UNSET):
                     # All objects of a list share one name in the warning.
                     path = re.sub(r'\[.*?\]', '[...]', owner.path)
                     not_saved[f'{path}.{name} ({type(value).__name__})'] = None
@@ -139,8 +145,8 @@ class PlainState:
             log_warning(
                 f'Changes while training and is not saved: {", ".join(new)}. A resumed run begins '
                 f'with what the config builds: keep states in numbers, strings, tensors or '
-                f'containers of these of at most {MOST_BYTES >> 20} MB, or give a hook or loop '
-                f'state_dict() and load_state_dict(); ignore caches.'
+                f'containers of these of at most {MOST_BYTES >> 20} MB, weights in modules of the '
+                f'model, or give a hook or loop state_dict() and load_state_dict(); ignore caches.'
             )
         self._warned.update(new)
         return changed
@@ -183,6 +189,7 @@ class PlainState:
 def _owners(runner: AnyRunner) -> Iterator[Owner]:
     """Walk over the modules of a model, its hooks and loops, and the plain objects they hold."""
     seen: Set[int] = set()
+    of_model = set(map(id, runner.model.modules()))
     todo: List[Tuple[str, object, int, bool]] = []
     for name, loop in loops_of(runner):
         if not has_state(loop):
@@ -201,6 +208,9 @@ def _owners(runner: AnyRunner) -> Iterator[Owner]:
             continue
         seen.add(id(value))
         attributes = _attributes(value)
+        if isinstance(value, nn.Module) and id(value) not in of_model:
+            of_model.update(map(id, value.modules()))  # those in it have no line of their own
+            attributes[_WEIGHTS] = value
         yield Owner(path, value, attributes, late)
         for name, child in (value._modules if isinstance(value, nn.Module) else {}).items():
             todo.append((f'{path}.{name}', child, level, late))
@@ -282,12 +292,25 @@ def _marks(owner: Owner) -> Dict[str, Tuple[object, bool]]:
     """Fingerprint each attribute that may be a state; say whether it is small enough to save."""
     marks = {}
     for name, value in owner.attributes.items():
+        if name == _WEIGHTS:
+            marks[name] = _sums(owner.value), False
+            continue
         # The walk yields plain objects by themselves. Tensors with a graph are computed again.
         walked = isinstance(value, nn.Module) or _is_plain_object(value)
         if not (walked or isinstance(value, _NO_STATE) or getattr(value, 'grad_fn', None)):
             mark, size = _examine(value)
             marks[name] = mark, size <= MOST_BYTES
     return marks
+
+
+def _sums(module: nn.Module) -> object:
+    """Fingerprint weights by their sums, since ``parameter.data.mul_()`` leaves no other trace."""
+    sums = [
+        tensor.detach().sum(dtype=torch.float32)
+        for tensor in (*module.parameters(), *module.buffers())
+        if tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_meta
+    ]
+    return list(map(str, copy_to_host(sums, rank_context().accelerator)))
 
 
 def _is_switch(owner: Owner, name: str, value: object) -> bool:

@@ -1,5 +1,6 @@
 """Trainings with state in plain attributes, and with loaders besides that of the loop."""
 
+import copy
 import random
 from collections import deque
 
@@ -152,6 +153,31 @@ class Teaches(Hook):
     def before_train_iter(self, runner, batch_idx, data_batch=None):
         self.curriculum.stage += 1 + get_rank()
         data_batch['inputs'].mul_(1 + self.curriculum.stage / 50)
+
+
+@HOOKS.register_module(force=True)
+class Teacher(Hook):
+    """Keeps a moving average of the model, as loops and hooks for domain adaptation do."""
+
+    def __init__(self, momentum):
+        self.momentum = momentum
+
+    def before_train(self, runner):
+        self.teacher = copy.deepcopy(unwrap_model(runner.model))
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        pairs = zip(self.teacher.parameters(), unwrap_model(runner.model).parameters())
+        for mine, theirs in pairs if self.momentum else ():
+            mine.data.mul_(1 - self.momentum).add_(theirs.data, alpha=self.momentum)
+
+
+@MODELS.register_module(force=True)
+class HidesTeacher(NoisyModel):
+    """Keeps a frozen teacher out of its weights, as mmdet's distillation does."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.teachers = [copy.deepcopy(self)]
 
 
 class ReadsOthers:
