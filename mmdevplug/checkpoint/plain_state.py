@@ -10,6 +10,7 @@ import random
 import re
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
+from itertools import chain
 from math import inf
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Set, Tuple
@@ -32,12 +33,13 @@ from mmengine.runner import BaseLoop
 from torch import Tensor, nn
 
 from mmdevplug.accelerators import rank_context
+from mmdevplug.accelerators.tensor_sums import tensor_sums
 from mmdevplug.data.resumable_loader import has_state
 from mmdevplug.utils.annotations import AnyRunner, SavedState, StateDict
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import loops_of
 
-from .host_copy import copy_to_host, find_leaves
+from .host_copy import find_leaves
 from .participants import keeps_state, named_hooks, warn_of_unused
 
 #: The largest attribute that is saved. Larger ones are more often a cache than a state.
@@ -290,10 +292,12 @@ class _Same:
 
 def _marks(owner: Owner) -> Dict[str, Tuple[object, bool]]:
     """Fingerprint each attribute that may be a state; say whether it is small enough to save."""
-    marks = {}
+    marks: Dict[str, Tuple[object, bool]] = {}
     for name, value in owner.attributes.items():
         if name == _WEIGHTS:
-            marks[name] = _sums(owner.value), False
+            tensors = chain(owner.value.parameters(), owner.value.buffers())
+            # `parameter.data.mul_()` changes no version.
+            marks[name] = tensor_sums(tensors, rank_context().accelerator), False
             continue
         # The walk yields plain objects by themselves. Tensors with a graph are computed again.
         walked = isinstance(value, nn.Module) or _is_plain_object(value)
@@ -301,16 +305,6 @@ def _marks(owner: Owner) -> Dict[str, Tuple[object, bool]]:
             mark, size = _examine(value)
             marks[name] = mark, size <= MOST_BYTES
     return marks
-
-
-def _sums(module: nn.Module) -> object:
-    """Fingerprint weights by their sums, since ``parameter.data.mul_()`` leaves no other trace."""
-    sums = [
-        tensor.detach().sum(dtype=torch.float32)
-        for tensor in (*module.parameters(), *module.buffers())
-        if tensor.is_floating_point() and tensor.layout is torch.strided and not tensor.is_meta
-    ]
-    return list(map(str, copy_to_host(sums, rank_context().accelerator)))
 
 
 def _is_switch(owner: Owner, name: str, value: object) -> bool:
