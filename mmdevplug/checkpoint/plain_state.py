@@ -10,7 +10,6 @@ import random
 import re
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from itertools import chain
 from math import inf
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Set, Tuple
@@ -33,7 +32,6 @@ from mmengine.runner import BaseLoop
 from torch import Tensor, nn
 
 from mmdevplug.accelerators import rank_context
-from mmdevplug.accelerators.tensor_sums import tensor_sums
 from mmdevplug.data.resumable_loader import has_state
 from mmdevplug.utils.annotations import AnyRunner, SavedState, StateDict
 from mmdevplug.utils.logs import log_warning
@@ -41,6 +39,7 @@ from mmdevplug.utils.loops import loops_of
 
 from .host_copy import find_leaves
 from .participants import keeps_state, named_hooks, warn_of_unused
+from .weights import is_weight, memory_of, parts_of, weight_sums
 
 #: The largest attribute that is saved. Larger ones are more often a cache than a state.
 MOST_BYTES = 16 * 2**20
@@ -119,6 +118,7 @@ class PlainState:
         """
         changed: Dict[str, StateDict] = {}
         not_saved: Dict[str, None] = {}
+        weights = memory_of(self._runner.model)
         for owner in _owners(self._runner):
             if owner.path not in self._first and not isinstance(owner.value, nn.Module):
                 continue  # created during training, so it cannot be restored by path
@@ -129,6 +129,8 @@ class PlainState:
             }
             for name in differ:
                 value = owner.attributes[name]
+                if is_weight(value, weights):
+                    continue  # saved with the model
                 if _is_switch(owner, name, value):
                     changed.setdefault(owner.path, {})[name] = (False, value)
                     continue
@@ -155,13 +157,13 @@ class PlainState:
 
     def load_state_dict(self, saved: Mapping[str, SavedState]) -> None:
         """Restore what :meth:`state_dict` returned in an earlier run."""
-        left, skipped = dict(saved), []
+        left, skipped, weights = dict(saved), [], memory_of(self._runner.model)
         for owner in list(_owners(self._runner)):
             for name, (on_device, value) in left.pop(owner.path, {}).items():
                 if _is_switch(owner, name, value):
                     skipped.append(f'{owner.path}.{name}={value}')
                 else:
-                    _put(owner, name, value, on_device)
+                    _put(owner, name, value, on_device, weights)
         if skipped:
             print_log(
                 f'Not restored: {", ".join(skipped)}. Such a name may say what this process has '
@@ -181,9 +183,10 @@ class PlainState:
         ]
 
         def restore() -> None:
+            weights = memory_of(self._runner.model)
             for owner, name, mark, value in before:
                 if _examine(_place(owner.value, name).get(name))[0] != mark:
-                    _put(owner, name, value, False)
+                    _put(owner, name, value, False, weights)
 
         return restore
 
@@ -191,7 +194,7 @@ class PlainState:
 def _owners(runner: AnyRunner) -> Iterator[Owner]:
     """Walk over the modules of a model, its hooks and loops, and the plain objects they hold."""
     seen: Set[int] = set()
-    of_model = set(map(id, runner.model.modules()))
+    of_model = set(map(id, parts_of(runner.model)))
     todo: List[Tuple[str, object, int, bool]] = []
     for name, loop in loops_of(runner):
         if not has_state(loop):
@@ -211,7 +214,7 @@ def _owners(runner: AnyRunner) -> Iterator[Owner]:
         seen.add(id(value))
         attributes = _attributes(value)
         if isinstance(value, nn.Module) and id(value) not in of_model:
-            of_model.update(map(id, value.modules()))  # those in it have no line of their own
+            of_model.update(map(id, parts_of(value)))  # those in it have no line of their own
             attributes[_WEIGHTS] = value
         yield Owner(path, value, attributes, late)
         for name, child in (value._modules if isinstance(value, nn.Module) else {}).items():
@@ -295,9 +298,7 @@ def _marks(owner: Owner) -> Dict[str, Tuple[object, bool]]:
     marks: Dict[str, Tuple[object, bool]] = {}
     for name, value in owner.attributes.items():
         if name == _WEIGHTS:
-            tensors = chain(owner.value.parameters(), owner.value.buffers())
-            # `parameter.data.mul_()` changes no version.
-            marks[name] = tensor_sums(tensors, rank_context().accelerator), False
+            marks[name] = weight_sums(owner.value), False
             continue
         # The walk yields plain objects by themselves. Tensors with a graph are computed again.
         walked = isinstance(value, nn.Module) or _is_plain_object(value)
@@ -357,7 +358,7 @@ def _place(value: object, name: str) -> Dict[str, object]:
     return buffers if name in buffers else vars(value)
 
 
-def _put(owner: Owner, name: str, value: Any, on_device: bool) -> None:
+def _put(owner: Owner, name: str, value: Any, on_device: bool, weights: Set[int]) -> None:
     if name == _TRAINED:
         for parameter in value.keys() & owner.value._parameters.keys():
             owner.value._parameters[parameter].requires_grad_(value[parameter])
@@ -368,6 +369,7 @@ def _put(owner: Owner, name: str, value: Any, on_device: bool) -> None:
         isinstance(now, Tensor)
         and is_tensor
         and (now.shape, now.dtype) == (value.shape, value.dtype)
+        and not is_weight(now, weights)
     ):
         with torch.no_grad():
             now.copy_(value)  # in place: other objects may refer to this tensor

@@ -44,6 +44,26 @@ class Temperature(nn.Module):
         return losses * self.value + 0.1 * self.mean
 
 
+class Equalized(nn.Module):
+    """Computes its weight in each forward pass, as mmagic's layers of StyleGAN do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight_orig = nn.Parameter(torch.ones(2))
+        self.weight = self.weight_orig.data
+
+    def forward(self, losses):
+        self.weight = self.weight_orig * 0.5
+        return losses * self.weight
+
+
+class ComparesByValue(nn.Linear):
+    """A module without a hash, as mmrazor's channels are."""
+
+    def __eq__(self, other):
+        return isinstance(other, nn.Linear)
+
+
 @MODELS.register_module(force=True)
 class Resizes(BaseDataPreprocessor):
     """Chooses a size every third iteration, as mmdet's BatchSyncRandomResize does."""
@@ -73,6 +93,7 @@ class Keeps(NoisyModel):
         self.clocks = [Clock(), dict(inner=Clock())]
         # Names of layers begin alike.
         self.of_layers = {f'backbone.layers.of_stage.{n}': Clock() for n in range(2)}
+        self.equalized = Equalized()
         self.average = None
         self.recent = deque(maxlen=3)
         self.table = dict(most=0.0, order=[], kinds={'first'})
@@ -82,7 +103,9 @@ class Keeps(NoisyModel):
         if mode != 'loss':
             return super().forward(inputs, targets, mode)
         outputs = self.net(inputs)
-        losses = ((outputs - targets) ** 2).mean(0)
+        losses = self.equalized(((outputs - targets) ** 2).mean(0))
+        with torch.no_grad():
+            self.equalized(losses)
         self.average = losses.detach() if self.average is None else self.average * 0.9
         self.recent.append(float(losses.sum().detach()))
         self.table['most'] = max(self.table['most'], self.recent[-1])
@@ -177,7 +200,7 @@ class HidesTeacher(NoisyModel):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.teachers = [copy.deepcopy(self)]
+        self.teachers = [copy.deepcopy(self), ComparesByValue(2, 2)]
 
 
 class ReadsOthers:
