@@ -548,7 +548,7 @@ def test_a_loader_that_a_hook_replaces_is_named(tmp_path, monkeypatch):
     runner.register_hook(Switches(runner._train_dataloader))
     runner.train()
     assert len(told) == 1
-    assert 'train_loader, which was replaced while training' in told[0]
+    assert 'train_loader (replaced while training)' in told[0]
 
 
 # loops ---------------------------------------------------------------------------------------
