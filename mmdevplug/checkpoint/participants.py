@@ -140,7 +140,7 @@ class Participants:
         known = {*map(id, self._loaders.values()), *self._unknown}
         for kind, loop in self._loops.items():
             if any(id(loader) not in known for loader in loaders_of(loop)):
-                unknown.append(f'{kind}_loader, which was replaced while training,')
+                unknown.append(f'{kind}_loader (replaced while training)')
         if unknown and not self._warned:
             self._warned = True
             log_warning(

@@ -8,6 +8,7 @@ import copy
 import pickle
 import random
 import re
+import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from math import inf
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -38,6 +39,7 @@ from mmdevplug.utils.loops import loops_of
 
 from .host_copy import find_leaves
 from .participants import keeps_state, named_hooks, warn_of_unused
+from .weights import is_weight, memory_of, parts_of, weight_sums
 
 #: The largest attribute that is saved. Larger ones are more often a cache than a state.
 MOST_BYTES = 16 * 2**20
@@ -82,6 +84,9 @@ _OF_LOOPS = {
 _UNSET = (None, (type(None), None), (bool, False))
 #: The name under which it is saved which parameters of a module are trained.
 _TRAINED = 'requires_grad of parameters'
+#: The name of the parameters and buffers of a module that is no part of the runner's model, such
+#: as a teacher that a hook keeps. They are compared, not saved: each rank would save all of them.
+_WEIGHTS = 'weights and buffers'
 
 
 class Owner(NamedTuple):
@@ -113,20 +118,26 @@ class PlainState:
         """
         changed: Dict[str, StateDict] = {}
         not_saved: Dict[str, None] = {}
+        weights = memory_of(self._runner.model)
         for owner in _owners(self._runner):
             if owner.path not in self._first and not isinstance(owner.value, nn.Module):
                 continue  # created during training, so it cannot be restored by path
             first, marks = self._first.get(owner.path, {}), _marks(owner)
             differ = sorted(name for name in marks if first.get(name) != marks[name])
-            unfit = {name for name in differ if owner.late or not marks[name][1]}
+            unfit = {
+                name for name in differ if name != _WEIGHTS and (owner.late or not marks[name][1])
+            }
             for name in differ:
                 value = owner.attributes[name]
+                if is_weight(value, weights):
+                    continue  # saved with the model
                 if _is_switch(owner, name, value):
                     changed.setdefault(owner.path, {})[name] = (False, value)
                     continue
                 # Attributes that the first use fills, such as a cache and the flag that says so,
                 # are left out together: a restored flag would promise a cache that is not there.
-                if name in unfit or (unfit and first.get(name, (None,))[0] in _UNSET):
+                lost = name in unfit or name == _WEIGHTS
+                if lost or (unfit and first.get(name, (None,))[0] in _UNSET):
                     # All objects of a list share one name in the warning.
                     path = re.sub(r'\[.*?\]', '[...]', owner.path)
                     not_saved[f'{path}.{name} ({type(value).__name__})'] = None
@@ -138,21 +149,21 @@ class PlainState:
             log_warning(
                 f'Changes while training and is not saved: {", ".join(new)}. A resumed run begins '
                 f'with what the config builds: keep states in numbers, strings, tensors or '
-                f'containers of these of at most {MOST_BYTES >> 20} MB, or give a hook or loop '
-                f'state_dict() and load_state_dict(); ignore caches.'
+                f'containers of these of at most {MOST_BYTES >> 20} MB, weights in modules of the '
+                f'model, or give a hook or loop state_dict() and load_state_dict(); ignore caches.'
             )
         self._warned.update(new)
         return changed
 
     def load_state_dict(self, saved: Mapping[str, SavedState]) -> None:
         """Restore what :meth:`state_dict` returned in an earlier run."""
-        left, skipped = dict(saved), []
+        left, skipped, weights = dict(saved), [], memory_of(self._runner.model)
         for owner in list(_owners(self._runner)):
             for name, (on_device, value) in left.pop(owner.path, {}).items():
                 if _is_switch(owner, name, value):
                     skipped.append(f'{owner.path}.{name}={value}')
                 else:
-                    _put(owner, name, value, on_device)
+                    _put(owner, name, value, on_device, weights)
         if skipped:
             print_log(
                 f'Not restored: {", ".join(skipped)}. Such a name may say what this process has '
@@ -172,9 +183,10 @@ class PlainState:
         ]
 
         def restore() -> None:
+            weights = memory_of(self._runner.model)
             for owner, name, mark, value in before:
                 if _examine(_place(owner.value, name).get(name))[0] != mark:
-                    _put(owner, name, value, False)
+                    _put(owner, name, value, False, weights)
 
         return restore
 
@@ -182,6 +194,7 @@ class PlainState:
 def _owners(runner: AnyRunner) -> Iterator[Owner]:
     """Walk over the modules of a model, its hooks and loops, and the plain objects they hold."""
     seen: Set[int] = set()
+    of_model = set(map(id, parts_of(runner.model)))
     todo: List[Tuple[str, object, int, bool]] = []
     for name, loop in loops_of(runner):
         if not has_state(loop):
@@ -200,6 +213,9 @@ def _owners(runner: AnyRunner) -> Iterator[Owner]:
             continue
         seen.add(id(value))
         attributes = _attributes(value)
+        if isinstance(value, nn.Module) and id(value) not in of_model:
+            of_model.update(map(id, parts_of(value)))  # those in it have no line of their own
+            attributes[_WEIGHTS] = value
         yield Owner(path, value, attributes, late)
         for name, child in (value._modules if isinstance(value, nn.Module) else {}).items():
             todo.append((f'{path}.{name}', child, level, late))
@@ -243,7 +259,12 @@ def _objects(value: Any, index: str = '') -> Iterator[Tuple[str, object]]:
         yield index, value
     elif type(value) in {list, tuple, *_DICTS} and len(value) < _MOST_OBJECTS and len(index) < 64:
         for key, item in value.items() if type(value) in _DICTS else enumerate(value):
-            yield from _objects(item, f'{index}[{key!r:.20}]')
+            yield from _objects(item, f'{index}[{_short(repr(key))}]')
+
+
+def _short(key: str, most: int = 20) -> str:
+    """Shorten a key; keys that begin alike, as names of layers do, stay different."""
+    return key if len(key) <= most else f'{key[:most]}~{zlib.crc32(key.encode()):x}'
 
 
 def _is_plain_object(value: object) -> bool:
@@ -274,8 +295,11 @@ class _Same:
 
 def _marks(owner: Owner) -> Dict[str, Tuple[object, bool]]:
     """Fingerprint each attribute that may be a state; say whether it is small enough to save."""
-    marks = {}
+    marks: Dict[str, Tuple[object, bool]] = {}
     for name, value in owner.attributes.items():
+        if name == _WEIGHTS:
+            marks[name] = weight_sums(owner.value), False
+            continue
         # The walk yields plain objects by themselves. Tensors with a graph are computed again.
         walked = isinstance(value, nn.Module) or _is_plain_object(value)
         if not (walked or isinstance(value, _NO_STATE) or getattr(value, 'grad_fn', None)):
@@ -334,7 +358,7 @@ def _place(value: object, name: str) -> Dict[str, object]:
     return buffers if name in buffers else vars(value)
 
 
-def _put(owner: Owner, name: str, value: Any, on_device: bool) -> None:
+def _put(owner: Owner, name: str, value: Any, on_device: bool, weights: Set[int]) -> None:
     if name == _TRAINED:
         for parameter in value.keys() & owner.value._parameters.keys():
             owner.value._parameters[parameter].requires_grad_(value[parameter])
@@ -345,6 +369,7 @@ def _put(owner: Owner, name: str, value: Any, on_device: bool) -> None:
         isinstance(now, Tensor)
         and is_tensor
         and (now.shape, now.dtype) == (value.shape, value.dtype)
+        and not is_weight(now, weights)
     ):
         with torch.no_grad():
             now.copy_(value)  # in place: other objects may refer to this tensor

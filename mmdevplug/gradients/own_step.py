@@ -5,6 +5,7 @@ batch, so PyTorch's DDP cannot know which forward pass belongs to a backward. He
 are averaged when the model asks for an update.
 """
 
+import zlib
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce, wraps
 from typing import Any, Callable, Iterator, List, Sequence, Tuple, TypeVar
@@ -13,15 +14,19 @@ import torch
 from mmengine.model import BaseModel
 from torch import Tensor, distributed as torch_dist, nn
 
+from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.backend import group_device
-from mmdevplug.distributed.byte_exchange import group_by_bytes
+from mmdevplug.accelerators.tensor_sums import tensor_sums
+from mmdevplug.distributed.byte_exchange import gather_json, group_by_bytes
 from mmdevplug.distributed.coalesced import MESSAGE_BYTES
 from mmdevplug.distributed.nonfinite import FinitePolicy, names_of_nonfinite
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.annotations import AnyGroup, AnyOptimWrapper
+from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
 
 from .lazy_staging import SUMMED_IN
+from .unused_parameters import list_names
 
 Result = TypeVar('Result')
 
@@ -84,6 +89,34 @@ def _replaced_step(owner: Any, call: Callable[..., object]) -> Iterator[None]:
             owner.step = before
         else:
             del owner.step
+
+
+def compare_parameters(
+    named: Sequence[Tuple[str, nn.Parameter]],
+    accelerator: Accelerator,
+    group: AnyGroup,
+    model: str,
+) -> bool:
+    """Warn if ranks hold other values after updates, which were then no averages' updates.
+
+    All ranks of a group call it. An optimizer of a repository may have further methods that
+    update, as those for sharpness-aware minimization have, and nothing is averaged before these.
+
+    Returns:
+        bool: Whether all are equal.
+    """
+    sums = tensor_sums((parameter for _, parameter in named), accelerator)
+    if len(set(gather_json(zlib.crc32(repr(sums).encode()), group))) == 1:
+        return True
+    by_parameter = zip(named, zip(*gather_json(sums, group)))
+    names = [name for (name, _), values in by_parameter if len(set(values)) > 1]
+    log_warning(
+        f'{model}.train_step updates {list_names(names)} otherwise on each rank, so ranks train '
+        f'models of their own: gradients are averaged before step() and update_params() of its '
+        f'optim_wrapper, and not before other methods that update, of an optimizer or of a '
+        f"wrapper of yours. Call the wrapper's step() for each update."
+    )
+    return False
 
 
 def average_gradients(

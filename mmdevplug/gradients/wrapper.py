@@ -27,7 +27,7 @@ from mmdevplug.utils.torch_compat import is_at_least
 from .averaging import choose_averaging
 from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
-from .own_step import averaging_updates, has_own_step
+from .own_step import averaging_updates, compare_parameters, has_own_step
 from .trainable_set import COMPARING, TrainableSet, check_optimizers
 from .unused_parameters import naming_parameters
 from .wrapper_arguments import check_compressible, check_module, read_options
@@ -74,6 +74,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
     #: Whether `train_step` has materialized the iteration; `LazyHook` resets it.
     step_materialized = False
     _loss_checked = False
+    #: How often the model's own `train_step` was called, and whether ranks are still compared.
+    _own_steps, _compares = 0, True
 
     def __init__(
         self,
@@ -238,6 +240,13 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         ):
             log_vars = self.module.train_step(data, optim_wrapper)
         self._materialize_step(optim_wrapper)
+        self._own_steps += 1
+        # After 1, 2, 4, 8 ... steps: what a model updates may change with time.
+        if self._compares and not self._own_steps & (self._own_steps - 1):
+            group = self.averaging.setting.users_group
+            self._compares = compare_parameters(
+                self._trainable.named, self.accelerator, group, name
+            )
         return log_vars
 
     def follow_scaler(self, optim_wrapper: AnyOptimWrapper) -> None:

@@ -1,5 +1,6 @@
 """Trainings with state in plain attributes, and with loaders besides that of the loop."""
 
+import copy
 import random
 from collections import deque
 
@@ -43,6 +44,26 @@ class Temperature(nn.Module):
         return losses * self.value + 0.1 * self.mean
 
 
+class Equalized(nn.Module):
+    """Computes its weight in each forward pass, as mmagic's layers of StyleGAN do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight_orig = nn.Parameter(torch.ones(2))
+        self.weight = self.weight_orig.data
+
+    def forward(self, losses):
+        self.weight = self.weight_orig * 0.5
+        return losses * self.weight
+
+
+class ComparesByValue(nn.Linear):
+    """A module without a hash, as mmrazor's channels are."""
+
+    def __eq__(self, other):
+        return isinstance(other, nn.Linear)
+
+
 @MODELS.register_module(force=True)
 class Resizes(BaseDataPreprocessor):
     """Chooses a size every third iteration, as mmdet's BatchSyncRandomResize does."""
@@ -70,6 +91,9 @@ class Keeps(NoisyModel):
         super().__init__(**kwargs)
         self.temperature = Temperature()
         self.clocks = [Clock(), dict(inner=Clock())]
+        # Names of layers begin alike.
+        self.of_layers = {f'backbone.layers.of_stage.{n}': Clock() for n in range(2)}
+        self.equalized = Equalized()
         self.average = None
         self.recent = deque(maxlen=3)
         self.table = dict(most=0.0, order=[], kinds={'first'})
@@ -79,7 +103,9 @@ class Keeps(NoisyModel):
         if mode != 'loss':
             return super().forward(inputs, targets, mode)
         outputs = self.net(inputs)
-        losses = ((outputs - targets) ** 2).mean(0)
+        losses = self.equalized(((outputs - targets) ** 2).mean(0))
+        with torch.no_grad():
+            self.equalized(losses)
         self.average = losses.detach() if self.average is None else self.average * 0.9
         self.recent.append(float(losses.sum().detach()))
         self.table['most'] = max(self.table['most'], self.recent[-1])
@@ -87,6 +113,8 @@ class Keeps(NoisyModel):
         self.array += self.recent[-1]
         self.steps = getattr(self, 'steps', get_rank()) + 1
         scale = self.clocks[0].tick() * self.clocks[1]['inner'].tick()
+        for layer, clock in enumerate(self.of_layers.values()):
+            scale *= [clock.tick() for _ in range(layer + 1)][-1]
         more = sum(self.recent) + self.table['most'] + self.average.sum() + self.array.sum() / 99
         loss = self.temperature(losses).mean() * scale * (1 + self.steps / 50)
         return dict(loss=loss + loss * more / 100)
@@ -148,6 +176,31 @@ class Teaches(Hook):
     def before_train_iter(self, runner, batch_idx, data_batch=None):
         self.curriculum.stage += 1 + get_rank()
         data_batch['inputs'].mul_(1 + self.curriculum.stage / 50)
+
+
+@HOOKS.register_module(force=True)
+class Teacher(Hook):
+    """Keeps a moving average of the model, as loops and hooks for domain adaptation do."""
+
+    def __init__(self, momentum):
+        self.momentum = momentum
+
+    def before_train(self, runner):
+        self.teacher = copy.deepcopy(unwrap_model(runner.model))
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        pairs = zip(self.teacher.parameters(), unwrap_model(runner.model).parameters())
+        for mine, theirs in pairs if self.momentum else ():
+            mine.data.mul_(1 - self.momentum).add_(theirs.data, alpha=self.momentum)
+
+
+@MODELS.register_module(force=True)
+class HidesTeacher(NoisyModel):
+    """Keeps a frozen teacher out of its weights, as mmdet's distillation does."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.teachers = [copy.deepcopy(self), ComparesByValue(2, 2)]
 
 
 class ReadsOthers:

@@ -15,6 +15,7 @@ from tests.checkpoint.resume_cases import (
     scheduled,
 )
 from tests.checkpoint.resuming import differences, quickly, start
+from tests.jobs import log_of
 from tests.ranks import in_ranks
 
 
@@ -71,3 +72,17 @@ def test_two_ranks(tmp_path, names):
 @pytest.mark.parametrize('name', KEPT)
 def test_plain_attributes_and_every_loader(tmp_path, name):
     assert differences(tmp_path, KEPT[name]) is None
+
+
+@pytest.mark.parametrize('momentum', [0.0, 0.1])
+def test_weights_outside_of_the_model_that_change_are_named(tmp_path, momentum):
+    options = dict(
+        model=dict(type='HidesTeacher'),
+        custom_hooks=[dict(type='Teacher', momentum=momentum)],
+        checkpoint=dict(interval=1),
+    )
+    with quickly():
+        start(tmp_path, options)
+    named = 'hook Teacher/1.teacher.weights and buffers (HidesTeacher)'
+    log = log_of(tmp_path)
+    assert (log.count(named), log.count('weights and buffers')) == ((1, 1) if momentum else (0, 0))

@@ -17,6 +17,7 @@ from mmengine.registry import (
     MODELS,
     OPTIM_WRAPPER_CONSTRUCTORS,
     OPTIM_WRAPPERS,
+    OPTIMIZERS,
     RUNNERS,
 )
 from mmengine.runner import IterBasedTrainLoop, LogProcessor, Runner
@@ -305,6 +306,41 @@ class Diverges(TwoSteps):
         return loss * (float('nan') if torch.distributed.get_rank() == 1 else 1.0), log_vars
 
 
+@OPTIMIZERS.register_module(force=True)
+class Climbs(torch.optim.SGD):
+    """Updates by two methods, as optimizers for sharpness-aware minimization do."""
+
+    @torch.no_grad()
+    def first_step(self):
+        for parameter in self.param_groups[0]['params']:
+            self.state[parameter]['before'] = parameter.clone()
+            parameter.add_(parameter.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def second_step(self):
+        for parameter in self.param_groups[0]['params']:
+            parameter.copy_(self.state[parameter].pop('before'))
+        super().step()
+
+
+@OPTIM_WRAPPERS.register_module(force=True)
+class ClimbsFirst(OptimWrapper):
+    def update_params(self, loss, first=True):
+        self.zero_grad()
+        self.backward(loss)
+        self.optimizer.first_step() if first else self.optimizer.second_step()
+
+
+@MODELS.register_module(force=True)
+class StepsTwice(NoisyModel):
+    def train_step(self, data, optim_wrapper):
+        for first in (True, False):
+            losses = self._run_forward(self.data_preprocessor(data, True), mode='loss')
+            loss, log_vars = self.parse_losses(losses)
+            optim_wrapper.update_params(loss, first)
+        return log_vars
+
+
 def take_two_steps(accelerator, work_dir, model):
     model = dict(type=model, norm=False)
     runner = build(work_dir, accelerator, model=model, custom_hooks=[], length=2)
@@ -356,6 +392,21 @@ def test_what_a_train_step_of_ones_own_must_not_do(tmp_path, model, told):
     errors = errors_of_ranks(take_two_steps, 2, 'cpu', tmp_path, model, together=True).values()
     assert any(re.search(told, message) for _, message in errors)
     assert ModelError.__name__ in {kind for kind, _ in errors} <= {'ModelError', 'RankFailedError'}
+
+
+def climb(accelerator, work_dir):
+    cfg = dict(type='ClimbsFirst', optimizer=dict(type='Climbs', lr=0.1))
+    options = dict(custom_hooks=[], length=2, optim_wrapper=cfg)
+    build(work_dir, accelerator, model=dict(type='StepsTwice', norm=False), **options).train()
+    return log_of(work_dir) if torch.distributed.get_rank() == 0 else ''
+
+
+def test_updates_without_an_average_are_named(tmp_path):
+    log, _ = run_ranks(climb, 2, 'cpu', tmp_path)
+    # Twice two epochs' iterations, and one warning.
+    assert re.findall(r'(\w+).train_step updates (net.0.weight, \S+)', log) == [
+        ('StepsTwice', 'net.0.weight, net.0.bias,')
+    ]
 
 
 # optimizer wrappers, processors, hooks that are built ----------------------------------------
@@ -497,7 +548,7 @@ def test_a_loader_that_a_hook_replaces_is_named(tmp_path, monkeypatch):
     runner.register_hook(Switches(runner._train_dataloader))
     runner.train()
     assert len(told) == 1
-    assert 'train_loader, which was replaced while training' in told[0]
+    assert 'train_loader (replaced while training)' in told[0]
 
 
 # loops ---------------------------------------------------------------------------------------
