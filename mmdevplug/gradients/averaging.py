@@ -257,6 +257,7 @@ class StagedAveraging(Averaging):
         wrapper.broadcast_buffers = arguments['broadcast_buffers']
         wrapper.find_unused_parameters = arguments['find_unused_parameters']
         wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
+        wrapper._use_replicated_tensor_module = False  # asked by `train()` of PyTorch 1.13
 
     def start(self, wrapper: object, trained: TrainableSet) -> None:
         """See :meth:`Averaging.start`."""

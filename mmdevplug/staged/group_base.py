@@ -314,13 +314,18 @@ class GroupBase(_Base):
             torch_dist.AllToAllOptions(),
         )
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        """Collect the works of the collectives until :meth:`_end_coalescing`."""
-        self._coalesced = []
+    def _start_coalescing(self, device: Optional[torch.device] = None) -> None:
+        """Collect the works of the collectives until :meth:`_end_coalescing`.
 
-    def _end_coalescing(self, device: torch.device) -> StagedWork:
+        PyTorch 1.13 names no device, and waits for each work by itself.
+        """
+        self._coalesced = None if device is None else []
+
+    def _end_coalescing(self, device: object) -> Optional[StagedWork]:
         """Return one work for all that were collected."""
-        works, self._coalesced = self._coalesced or [], None
+        if self._coalesced is None:
+            return None
+        works, self._coalesced = self._coalesced, None
         work = StagedWork(self, 'coalesced', [], [])
         work.begins = works
         work.begin()
