@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,14 @@ CUDA = pytest.param('cuda', marks=pytest.mark.cuda)
 
 #: The same: torch_xla, with ``make test-xla``.
 XLA = pytest.param('xla', marks=pytest.mark.xla)
+
+#: The same: the stand-in for a T20, which is the vendor's interface on torch_xla.
+GCU = pytest.param('gcu', marks=pytest.mark.xla)
+
+
+def on_xla(*values):
+    """A case on torch_xla, for ``pytest.mark.parametrize``."""
+    return pytest.param(*values, marks=pytest.mark.xla)
 
 
 def gpus():
@@ -66,8 +75,9 @@ def job_of(accelerator, ranks=2):
         vendor = CARDS[accelerator][0], tuple(native_paths(accelerator))
         # Gloo carries what the stand-in's backend sends.
         return dict(vendor=vendor, environ=dict(GLOO_SOCKET_IFNAME='lo'))
-    if accelerator == 'xla':
-        return dict(environ=dict(CPU_NUM_DEVICES=str(max(ranks, 2))))
+    if accelerator in ('xla', 'gcu'):
+        paths = [str(Path(__file__).parents[1] / 'standins' / 't20')] * (accelerator == 'gcu')
+        return dict(environ=dict(CPU_NUM_DEVICES=str(max(ranks, 2))), paths=paths)
     if accelerator == 'cuda' and ranks > gpus() > 1:
         first = os.environ.get('CUDA_VISIBLE_DEVICES', '0').split(',')[0]
         return dict(environ=dict(CUDA_VISIBLE_DEVICES=first))

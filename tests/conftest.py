@@ -24,6 +24,7 @@ LONG = (
     'tests/cli/test_tools.py',
     'tests/repos/test_mmdet.py',
     'tests/repos/test_mmseg.py',
+    'tests/optim/test_training.py',
     'tests/xla/test_optim.py',
     'tests/xla/test_gcu_t20.py',
     'tests/xla/test_xla.py',

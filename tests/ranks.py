@@ -65,7 +65,8 @@ def launch_variables(rank, world_size, port):
     return dict(variables, MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1')
 
 
-def _work(connection, environ, function, args, together=False, vendor=None):
+def _work(connection, environ, function, args, together=False, vendor=None, paths=()):
+    sys.path[:0] = paths
     if vendor is not None:
         sys.path[:0] = vendor[1]
         import_module(vendor[0])  # where the server could not, this says why
@@ -240,6 +241,7 @@ def run_ranks(
     environ_of=None,
     together=False,
     vendor=None,
+    paths=(),
     operators=True,
 ):
     """Call ``function(*args)`` in every rank of a job.
@@ -254,6 +256,7 @@ def run_ranks(
             may still be setting up.
         vendor (tuple, optional): A vendor's package that each rank has imported before MMEngine,
             and the folders to find it in: see ``tests.native``.
+        paths (sequence): Folders of packages that each rank finds first.
         operators (bool): Whether each rank has imported mmcv's operators, if there are any.
 
     Returns:
@@ -276,7 +279,7 @@ def run_ranks(
         variables.update(environ or {})
         variables.update((environ_of or {}).get(rank, {}))
         ours, theirs = _context.Pipe()
-        work = (theirs, variables, function, args, together, vendor)
+        work = (theirs, variables, function, args, together, vendor, paths)
         process = start_process(_work, *work, vendor=vendor, operators=operators)
         theirs.close()
         ranks[rank] = (process, ours)

@@ -7,33 +7,23 @@ of device.
 import json
 import os
 import platform
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.columns import CUDA, LAZY, NATIVE, job_of, within
+from tests.columns import CUDA, GCU, LAZY, NATIVE, XLA, job_of, within
 from tests.features.rows import ROWS, train_rows
 from tests.jobs import largest_difference
 from tests.ranks import run_ranks
-from tests.t20.conftest import FOLDER, MISSING
+from tests.t20.conftest import MISSING
 
 #: A T20 on PyTorch 1.10; ``gcu`` is the same card on torch_xla.
 T20 = pytest.param(
     't20', marks=[pytest.mark.t20, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 )
 
-ACCELERATORS = [
-    LAZY,
-    'cpu',
-    'zeta',
-    NATIVE,
-    CUDA,
-    pytest.param('xla', marks=pytest.mark.xla),
-    pytest.param('gcu', marks=pytest.mark.xla),
-    T20,
-]
+ACCELERATORS = [LAZY, 'cpu', 'zeta', NATIVE, CUDA, XLA, GCU, T20]
 
 #: On torch_xla, ``gcu`` differs from ``xla`` in copies, flushes and mixed precision, which these
 #: rows meet; ``make test-t20`` trains all rows on the same card. The table wants all of both.
@@ -51,13 +41,6 @@ def cases(names):
         for name in names:
             if is_run(name, *param.values):
                 yield pytest.param(name, *param.values, marks=param.marks)
-
-
-def train_on(accelerator, names, work_dir):
-    if accelerator in ('gcu', 't20'):
-        sys.path.insert(0, str(FOLDER))
-        accelerator = 'gcu'
-    return train_rows(names, accelerator, work_dir)
 
 
 @pytest.fixture(scope='module')
@@ -80,8 +63,9 @@ def columns(tmp_path_factory, reference):
                 if accelerator not in row.absent_on and is_run(name, accelerator)
             ]
             folder = tmp_path_factory.mktemp(accelerator)
+            name = 'gcu' if accelerator == 't20' else accelerator
             trained[accelerator] = run_ranks(
-                train_on, 2, accelerator, names, folder, timeout=280, **job_of(accelerator)
+                train_rows, 2, names, name, folder, timeout=280, **job_of(name)
             )
             _write(accelerator, trained[accelerator], reference)
         return trained[accelerator]

@@ -25,45 +25,26 @@ from mmdevplug.optim import (
 from mmdevplug.patches.autocast import patch_autocast
 from mmdevplug.patches.mmengine import restore_mmengine
 from tests.cli.running import PLAIN, SHORT, STANDIN, config
-from tests.columns import CUDA, NATIVE, amp_wrapper, job_of
+from tests.columns import CUDA, NATIVE, amp_wrapper, job_of, on_xla
 from tests.commands import environment, python
-from tests.jobs import (
-    install_card,
-    largest_difference,
-    load_file,
-    messages_of,
-    needs_scaler,
-    start,
-)
-from tests.optim.scenarios import cast_inside, train
+from tests.jobs import install_card, load_file, messages_of, needs_scaler, start
+from tests.optim.scenarios import cast_inside, check_skipped, overflow
 from tests.ranks import in_ranks, run_ranks
 
-SCALED = dict(type='AmpOptimWrapper', dtype='float16', loss_scale=dict(init_scale=256.0))
-
-
 # overflow ---------------------------------------------------------------------------------------
-
-
-def overflow(accelerator, work_dir, clip):
-    optim_wrapper = dict(SCALED, clip_grad=dict(max_norm=0.2)) if clip else SCALED
-    return train(
-        accelerator, work_dir, optim_wrapper, watch=True,
-        train_cfg__max_epochs=1, model__type='OverflowingClassifier',
-    )  # fmt: skip
 
 
 @needs_scaler
 @pytest.mark.parametrize('clip', [False, True])
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
 def test_all_ranks_skip_the_step_in_which_one_overflowed(tmp_path, accelerator, clip):
-    first, second = run_ranks(overflow, 2, accelerator, tmp_path, clip, **job_of(accelerator))
-    for result in (first, second):
-        assert result['wrapper'] == amp_wrapper(accelerator)
-        assert result['unchanged'] == [5]
-        assert result['scales'] == [256.0] * 5 + [128.0] * 6
-    assert largest_difference(first['weights'], second['weights']) == 0.0
+    options = dict(clip_grad=dict(max_norm=0.2)) if clip else {}
+    train = partial(overflow, dtype='float16', **options)
+    results = run_ranks(train, 2, accelerator, tmp_path, **job_of(accelerator))
+    check_skipped(results)
+    assert {result['wrapper'] for result in results} == {amp_wrapper(accelerator)}
     if clip:
-        assert [not torch.tensor(norm).isfinite() for norm in first['norms']].index(True) == 5
+        assert [not torch.tensor(norm).isfinite() for norm in results[0]['norms']].index(True) == 5
 
 
 def scale_what_nobody_averages(accelerator):
@@ -265,9 +246,17 @@ def test_amp_reaches_each_optimizer_and_names_what_it_cannot_replace():
 # autocast inside models -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(('accelerator', 'own'), [('cpu', 'bfloat16'), ('zeta', 'float16')])
+@pytest.mark.parametrize(
+    ('accelerator', 'own'),
+    [
+        ('cpu', 'bfloat16'),
+        ('zeta', 'float16'),
+        on_xla('xla', 'bfloat16'),
+        on_xla('gcu', 'float16'),
+    ],
+)
 def test_autocast_inside_a_model(tmp_path, accelerator, own):
-    (found,) = run_ranks(cast_inside, 0, accelerator, tmp_path)
+    (found,) = run_ranks(cast_inside, 0, accelerator, tmp_path, **job_of(accelerator, 0))
     assert found == [
         f'torch.{name}' for name in (own, 'float32', 'bfloat16', 'bfloat16', 'float32')
     ]
