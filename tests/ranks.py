@@ -328,6 +328,21 @@ def errors_of_ranks(function, world_size, *args, **options):
     raise AssertionError(f'no rank raised; they returned {returned}')
 
 
+def check_errors(errors, kind, *words):
+    """Assert that errors have a type, and messages in which there are all of the words.
+
+    Args:
+        errors (dict): As :func:`errors_of_ranks` returns them, of one rank or more.
+        kind (str): The name of the errors' type.
+        *words (str): Parts of each message.
+    """
+    assert errors
+    for rank, (found, message) in errors.items():
+        assert found == kind, (rank, message)
+        for word in words:
+            assert word in message, (rank, message)
+
+
 def in_ranks(world_size=0, **options):
     """Run a test, which returns nothing, in every rank of a job; see :func:`run_ranks`.
 
