@@ -47,30 +47,24 @@ def test_all_ranks_skip_the_step_in_which_one_overflowed(tmp_path, accelerator, 
         assert [not torch.tensor(norm).isfinite() for norm in results[0]['norms']].index(True) == 5
 
 
-def scale_what_nobody_averages(accelerator):
-    """Parameters that every rank keeps for itself; rank 0 overflows, and then no rank."""
-    context = start(accelerator)
-    return [_scale(context, overflows_on) for overflows_on in (0, None)]
-
-
-def _scale(context, overflows_on):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).to(context.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapper = DeviceAmpOptimWrapper(
-        optimizer=optimizer, dtype='float16', loss_scale=dict(init_scale=8.0)
-    )
-    before = model.weight.detach().cpu().clone()
-    loss = model(torch.ones(1, 3, device=context.device)).sum()
-    wrapper.update_params(loss * float('inf') if context.env.rank == overflows_on else loss)
-    return torch.equal(before, model.weight.detach().cpu()), wrapper.loss_scaler.get_scale()
-
-
 @needs_scaler
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
+@in_ranks(2)
 def test_ranks_agree_on_an_overflow_of_one_of_them(accelerator):
-    found = run_ranks(scale_what_nobody_averages, 2, accelerator, **job_of(accelerator))
-    assert found == [[(True, 4.0), (False, 8.0)]] * 2
+    """Parameters that every rank keeps for itself; rank 0 overflows, and then no rank."""
+    context = start(accelerator)
+    for overflows_on, expected in ((0, (True, 4.0)), (None, (False, 8.0))):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).to(context.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapper = DeviceAmpOptimWrapper(
+            optimizer=optimizer, dtype='float16', loss_scale=dict(init_scale=8.0)
+        )
+        before = model.weight.detach().cpu().clone()
+        loss = model(torch.ones(1, 3, device=context.device)).sum()
+        wrapper.update_params(loss * float('inf') if context.env.rank == overflows_on else loss)
+        same = torch.equal(before, model.weight.detach().cpu())
+        assert (same, wrapper.loss_scaler.get_scale()) == expected
 
 
 # the wrapper ------------------------------------------------------------------------------------
