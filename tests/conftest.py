@@ -93,6 +93,17 @@ def mmcv_operators():
     need_mmcv_operators()
 
 
+@pytest.fixture
+def hosts():
+    """Two hosts, which are network namespaces."""
+    from benchmarks.hosts import Hosts
+    from tests.on_hosts import need_hosts
+
+    need_hosts()
+    with Hosts(2) as made:
+        yield made
+
+
 def pytest_runtest_setup(item):
     """Skip tests that need mmcv's compiled operators where there are none."""
     if item.get_closest_marker('operators'):
