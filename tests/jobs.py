@@ -47,6 +47,11 @@ needs_scaler = pytest.mark.skipif(
 )
 
 
+needs_safe_loading = pytest.mark.skipif(
+    torch_before('2.6.0'), reason='PyTorch before 2.6 loads checkpoints as MMEngine does'
+)
+
+
 def cpu_pools_bfloat16():
     """Whether the CPU computes all layers of the digits example in bfloat16."""
     try:

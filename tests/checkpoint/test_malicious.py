@@ -13,12 +13,10 @@ from mmengine.utils import get_object_from_string
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.errors import CheckpointError
 from tests.checkpoint.training import TESTED, build, train
-from tests.jobs import torch_before
+from tests.jobs import needs_safe_loading
 from tests.ranks import check_errors, errors_of_ranks
 
-pytestmark = pytest.mark.skipif(
-    torch_before('2.6.0'), reason='before 2.6 files load as in MMEngine'
-)
+pytestmark = needs_safe_loading
 
 
 class Calls:

@@ -21,7 +21,7 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.hooks.safe_checkpoint_hook import SafeCheckpointHook
 from mmdevplug.runner import DeviceRunner
 from tests.checkpoint.training import build, config, train
-from tests.jobs import largest_difference, log_of, note, torch_before, trained_weights
+from tests.jobs import largest_difference, log_of, needs_safe_loading, note, trained_weights
 from tests.ranks import RanksFailed, check_errors, errors_of_ranks, in_ranks, run_ranks
 
 
@@ -271,9 +271,7 @@ def read_with_box(path, trusted):
     return type(read_checkpoint(path)['box']).__name__
 
 
-@pytest.mark.skipif(
-    torch_before('2.6.0'), reason='PyTorch before 2.6 loads checkpoints as MMEngine does'
-)
+@needs_safe_loading
 def test_a_class_that_the_user_trusts(tmp_path):
     path = str(tmp_path / 'a.pth')
     torch.save(dict(box=Box()), path)

@@ -193,7 +193,7 @@ def train(kind, built):
     return shown, gradients, head.calls.item()
 
 
-@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+@needs_lazy
 @pytest.mark.parametrize('built', [Model, Instances, Taught])
 @in_ranks()
 def test_losses_and_gradients_are_those_of_the_host(built):
@@ -212,7 +212,7 @@ class CallsAgain(Masks):
         return masks, self.segments(segments.expand(-1, 2, -1, -1))
 
 
-@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+@needs_lazy
 @in_ranks()
 def test_a_mask_head_that_calls_a_network_with_what_was_fetched_is_refused():
     model = Instances()
@@ -276,7 +276,7 @@ class Painting(BaseDataPreprocessor):
         return data
 
 
-@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+@needs_lazy
 @in_ranks()
 def test_a_preprocessor_that_makes_truth_from_images_goes_to_the_host():
     """Where a preprocessor works, and what the model gets of it, in each of three batches."""
