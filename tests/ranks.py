@@ -65,6 +65,15 @@ def launch_variables(rank, world_size, port):
     return dict(variables, MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1')
 
 
+#: What torchrun sets besides, where its agent keeps the store that workers meet in.
+AGENT = dict(
+    TORCHELASTIC_RUN_ID='none',
+    TORCHELASTIC_RESTART_COUNT='0',
+    TORCHELASTIC_MAX_RESTARTS='0',
+    TORCHELASTIC_USE_AGENT_STORE='True',
+)
+
+
 def _work(connection, environ, function, args, together=False, vendor=None, paths=()):
     sys.path[:0] = paths
     if vendor is not None:

@@ -26,6 +26,7 @@ from tests.cli.running import config
 from tests.commands import CLI, environment, run
 from tests.jobs import PLAIN, digits_config, install_card
 from tests.ranks import (
+    AGENT,
     check_errors,
     errors_of_ranks,
     free_port,
@@ -190,13 +191,8 @@ def fail_and_go_on():
 
 def variables_of(agent, max_restarts):
     """What torchrun sets for workers that use its store."""
-    return dict(
-        MASTER_PORT=str(agent.port),
-        TORCHELASTIC_RUN_ID='none',
-        TORCHELASTIC_MAX_RESTARTS=str(max_restarts),
-        TORCHELASTIC_USE_AGENT_STORE='True',
-        TORCHELASTIC_RESTART_COUNT='0',
-    )
+    port, restarts = str(agent.port), str(max_restarts)
+    return dict(AGENT, MASTER_PORT=port, TORCHELASTIC_MAX_RESTARTS=restarts)
 
 
 def init_twice():
