@@ -168,6 +168,20 @@ def train_digits(accelerator, work_dir, global_batch=128, **options):
     )
 
 
+def train_two_epochs(accelerator, work_dir):
+    """Train two epochs of the digits example over gloo; what can be compared between ranks."""
+    found = train_digits(
+        accelerator,
+        work_dir,
+        accelerator__type=accelerator,
+        accelerator__backend='gloo',
+        train_cfg__max_epochs=2,
+        train_cfg__val_interval=2,
+        default_hooks__checkpoint=None,
+    )
+    return {key: found[key] for key in ('accuracy', 'device', 'wrapper', 'staged')}
+
+
 #: Without batch normalization, whose statistics depend on how a batch is split.
 PLAIN = dict(
     model__norm=False,
