@@ -4,7 +4,7 @@ import pytest
 
 from tests.columns import job_of
 from tests.ranks import run_ranks
-from tests.t20.conftest import MISSING
+from tests.t20.conftest import ON_T20
 from tests.xla.loss_jobs import (
     batch,
     largest_difference,
@@ -13,11 +13,7 @@ from tests.xla.loss_jobs import (
     two_stage_detector,
 )
 
-pytestmark = [
-    pytest.mark.t20,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-    pytest.mark.timeout(600),
-]
+pytestmark = [*ON_T20, pytest.mark.timeout(600)]
 
 
 def train_on_both(stages):

@@ -17,14 +17,10 @@ from tests.jobs import ROOT, load_file
 from tests.ranks import run_ranks
 from tests.repos.segmentation import deeplabv3plus, make_cityscapes, segformer, vit
 from tests.repos.training import ITERATIONS, mean_losses, train_all, write_config
-from tests.t20.conftest import FOLDER, MISSING
+from tests.t20.conftest import FOLDER, ON_T20
 from tests.xla.shape_jobs import SIZES, segmentor, validate
 
-pytestmark = [
-    pytest.mark.t20,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-    pytest.mark.timeout(900),
-]
+pytestmark = [*ON_T20, pytest.mark.timeout(900)]
 
 #: The models for a number of cards; 0 is one process without a launcher. Eight ranks have one
 #: picture each, whose mean alone is no statistic of a layer that is not synchronized.

@@ -31,9 +31,9 @@ from tests.optim.scenarios import (
     train as train_in_scenario,
 )
 from tests.ranks import run_ranks
-from tests.t20.conftest import FOLDER, MISSING
+from tests.t20.conftest import FOLDER, ON_T20
 
-pytestmark = [pytest.mark.t20, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
+pytestmark = ON_T20
 
 T20 = job_of('gcu')
 #: Iterations of an epoch, each with 128 samples of all ranks.
