@@ -1,6 +1,8 @@
 """The kinds of devices that tests are run on: what a job of each needs, and what it must say."""
 
+import json
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -109,3 +111,24 @@ def amp_wrapper(accelerator):
 def within(accelerator, tolerance):
     """A tolerance for float32; the kernels of a GPU round differently from the CPU's."""
     return max(tolerance, 1e-4) if accelerator == 'cuda' else tolerance
+
+
+def write_column(accelerator, cells):
+    """Write what a table of the docs says of an accelerator to the folder ``MMDEVPLUG_RESULTS``.
+
+    Args:
+        accelerator (str): Its name, and that of the JSON file.
+        cells (callable): Returns the cells by row. It is called if there is such a folder.
+    """
+    folder = os.environ.get('MMDEVPLUG_RESULTS')
+    if not folder:
+        return
+    column = dict(
+        accelerator=accelerator,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        rows=cells(),
+    )
+    path = Path(folder) / f'{accelerator}.json'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(column, indent=1, ensure_ascii=False) + '\n')

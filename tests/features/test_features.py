@@ -4,24 +4,18 @@ With ``MMDEVPLUG_RESULTS=<folder>`` the figures are written there as JSON, one f
 of device.
 """
 
-import json
 import os
-import platform
-from pathlib import Path
 
 import pytest
-import torch
 
-from tests.columns import CUDA, GCU, LAZY, NATIVE, XLA, job_of, within
+from tests.columns import CUDA, GCU, LAZY, NATIVE, XLA, job_of, within, write_column
 from tests.features.rows import ROWS, train_rows
 from tests.jobs import largest_difference
 from tests.ranks import run_ranks
-from tests.t20.conftest import MISSING
+from tests.t20.conftest import ON_T20
 
 #: A T20 on PyTorch 1.10; ``gcu`` is the same card on torch_xla.
-T20 = pytest.param(
-    't20', marks=[pytest.mark.t20, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
-)
+T20 = pytest.param('t20', marks=ON_T20)
 
 ACCELERATORS = [LAZY, 'cpu', 'zeta', NATIVE, CUDA, XLA, GCU, T20]
 
@@ -64,10 +58,12 @@ def columns(tmp_path_factory, reference):
             ]
             folder = tmp_path_factory.mktemp(accelerator)
             name = 'gcu' if accelerator == 't20' else accelerator
-            trained[accelerator] = run_ranks(
-                train_rows, 2, names, name, folder, timeout=280, **job_of(name)
+            job = dict(job_of(name), timeout=280)
+            trained[accelerator] = ranks = run_ranks(train_rows, 2, names, name, folder, **job)
+            write_column(
+                accelerator,
+                lambda: {name: _cell(name, accelerator, ranks, reference) for name in ROWS},
             )
-            _write(accelerator, trained[accelerator], reference)
         return trained[accelerator]
 
     return of
@@ -86,21 +82,6 @@ def _cell(name, accelerator, ranks, reference):
         largest_difference(one['weights'], reference[name]['weights']) for one in found
     )
     return dict(cell, status='trained', difference=difference)
-
-
-def _write(accelerator, ranks, reference):
-    folder = os.environ.get('MMDEVPLUG_RESULTS')
-    if not folder:
-        return
-    column = dict(
-        accelerator=accelerator,
-        torch=torch.__version__,
-        python=platform.python_version(),
-        rows={name: _cell(name, accelerator, ranks, reference) for name in ROWS},
-    )
-    path = Path(folder) / f'{accelerator}.json'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(column, indent=1, ensure_ascii=False) + '\n')
 
 
 def rows(condition):
