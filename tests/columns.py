@@ -1,7 +1,10 @@
 """The kinds of devices that tests are run on: what a job of each needs, and what it must say."""
 
+import json
 import os
+import platform
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +34,14 @@ CUDA = pytest.param('cuda', marks=pytest.mark.cuda)
 
 #: The same: torch_xla, with ``make test-xla``.
 XLA = pytest.param('xla', marks=pytest.mark.xla)
+
+#: The same: the stand-in for a T20, which is the vendor's interface on torch_xla.
+GCU = pytest.param('gcu', marks=pytest.mark.xla)
+
+
+def on_xla(*values):
+    """A case on torch_xla, for ``pytest.mark.parametrize``."""
+    return pytest.param(*values, marks=pytest.mark.xla)
 
 
 def gpus():
@@ -66,8 +77,9 @@ def job_of(accelerator, ranks=2):
         vendor = CARDS[accelerator][0], tuple(native_paths(accelerator))
         # Gloo carries what the stand-in's backend sends.
         return dict(vendor=vendor, environ=dict(GLOO_SOCKET_IFNAME='lo'))
-    if accelerator == 'xla':
-        return dict(environ=dict(CPU_NUM_DEVICES=str(max(ranks, 2))))
+    if accelerator in ('xla', 'gcu'):
+        paths = [str(Path(__file__).parents[1] / 'standins' / 't20')] * (accelerator == 'gcu')
+        return dict(environ=dict(CPU_NUM_DEVICES=str(max(ranks, 2))), paths=paths)
     if accelerator == 'cuda' and ranks > gpus() > 1:
         first = os.environ.get('CUDA_VISIBLE_DEVICES', '0').split(',')[0]
         return dict(environ=dict(CUDA_VISIBLE_DEVICES=first))
@@ -99,3 +111,24 @@ def amp_wrapper(accelerator):
 def within(accelerator, tolerance):
     """A tolerance for float32; the kernels of a GPU round differently from the CPU's."""
     return max(tolerance, 1e-4) if accelerator == 'cuda' else tolerance
+
+
+def write_column(accelerator, cells):
+    """Write what a table of the docs says of an accelerator to the folder ``MMDEVPLUG_RESULTS``.
+
+    Args:
+        accelerator (str): Its name, and that of the JSON file.
+        cells (callable): Returns the cells by row. It is called if there is such a folder.
+    """
+    folder = os.environ.get('MMDEVPLUG_RESULTS')
+    if not folder:
+        return
+    column = dict(
+        accelerator=accelerator,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        rows=cells(),
+    )
+    path = Path(folder) / f'{accelerator}.json'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(column, indent=1, ensure_ascii=False) + '\n')

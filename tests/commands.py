@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 from tests.measuring import measured
@@ -88,6 +89,23 @@ def python(*arguments, cwd=_ROOT, env=None, timeout=280, mmengine=True):
             raise subprocess.TimeoutExpired(arguments, timeout)
         out, err = (path.read_text() for path in printed)
     return subprocess.CompletedProcess(arguments, process.exitcode, out, err)
+
+
+def wait_until(reached, seconds, told=str):
+    """Look again and again until something is so.
+
+    Args:
+        reached (callable): Returns whether it is.
+        seconds (float): After which to give up.
+        told (callable): Returns what the error says then.
+
+    Raises:
+        AssertionError: If it is not so by then.
+    """
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.05)
 
 
 def _become(arguments, cwd, env, printed):

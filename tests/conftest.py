@@ -24,6 +24,7 @@ LONG = (
     'tests/cli/test_tools.py',
     'tests/repos/test_mmdet.py',
     'tests/repos/test_mmseg.py',
+    'tests/optim/test_training.py',
     'tests/xla/test_optim.py',
     'tests/xla/test_gcu_t20.py',
     'tests/xla/test_xla.py',
@@ -90,6 +91,17 @@ def _no_scope_of_another_file():
 def mmcv_operators():
     """For fixtures that need mmcv's compiled operators; tests have the marker ``operators``."""
     need_mmcv_operators()
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts, which are network namespaces."""
+    from benchmarks.hosts import Hosts
+    from tests.on_hosts import need_hosts
+
+    need_hosts()
+    with Hosts(2) as made:
+        yield made
 
 
 def pytest_runtest_setup(item):

@@ -48,6 +48,11 @@ needs_scaler = pytest.mark.skipif(
 )
 
 
+needs_safe_loading = pytest.mark.skipif(
+    torch_before('2.6.0'), reason='PyTorch before 2.6 loads checkpoints as MMEngine does'
+)
+
+
 def cpu_pools_bfloat16():
     """Whether the CPU computes all layers of the digits example in bfloat16."""
     try:
@@ -162,6 +167,20 @@ def train_digits(accelerator, work_dir, global_batch=128, **options):
         wrapper=type(runner.model).__name__,
         staged=getattr(runner.model, 'staging', None) is not None,
     )
+
+
+def train_two_epochs(accelerator, work_dir):
+    """Train two epochs of the digits example over gloo; what can be compared between ranks."""
+    found = train_digits(
+        accelerator,
+        work_dir,
+        accelerator__type=accelerator,
+        accelerator__backend='gloo',
+        train_cfg__max_epochs=2,
+        train_cfg__val_interval=2,
+        default_hooks__checkpoint=None,
+    )
+    return {key: found[key] for key in ('accuracy', 'device', 'wrapper', 'staged')}
 
 
 #: Without batch normalization, whose statistics depend on how a batch is split.

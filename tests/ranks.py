@@ -65,7 +65,17 @@ def launch_variables(rank, world_size, port):
     return dict(variables, MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1')
 
 
-def _work(connection, environ, function, args, together=False, vendor=None):
+#: What torchrun sets besides, where its agent keeps the store that workers meet in.
+AGENT = dict(
+    TORCHELASTIC_RUN_ID='none',
+    TORCHELASTIC_RESTART_COUNT='0',
+    TORCHELASTIC_MAX_RESTARTS='0',
+    TORCHELASTIC_USE_AGENT_STORE='True',
+)
+
+
+def _work(connection, environ, function, args, together=False, vendor=None, paths=()):
+    sys.path[:0] = paths
     if vendor is not None:
         sys.path[:0] = vendor[1]
         import_module(vendor[0])  # where the server could not, this says why
@@ -243,6 +253,7 @@ def run_ranks(
     environ_of=None,
     together=False,
     vendor=None,
+    paths=(),
     operators=True,
 ):
     """Call ``function(*args)`` in every rank of a job.
@@ -257,6 +268,7 @@ def run_ranks(
             may still be setting up.
         vendor (tuple, optional): A vendor's package that each rank has imported before MMEngine,
             and the folders to find it in: see ``tests.native``.
+        paths (sequence): Folders of packages that each rank finds first.
         operators (bool): Whether each rank has imported mmcv's operators, if there are any.
 
     Returns:
@@ -279,7 +291,7 @@ def run_ranks(
         variables.update(environ or {})
         variables.update((environ_of or {}).get(rank, {}))
         ours, theirs = _context.Pipe()
-        work = (theirs, variables, function, args, together, vendor)
+        work = (theirs, variables, function, args, together, vendor, paths)
         process = start_process(_work, *work, vendor=vendor, operators=operators)
         theirs.close()
         ranks[rank] = (process, ours)
@@ -326,6 +338,21 @@ def errors_of_ranks(function, world_size, *args, **options):
     except RanksFailed as failed:
         return {rank: (kind, message) for rank, (kind, message, _) in failed.errors.items()}
     raise AssertionError(f'no rank raised; they returned {returned}')
+
+
+def check_errors(errors, kind, *words):
+    """Assert that errors have a type, and messages in which there are all of the words.
+
+    Args:
+        errors (dict): As :func:`errors_of_ranks` returns them, of one rank or more.
+        kind (str): The name of the errors' type.
+        *words (str): Parts of each message.
+    """
+    assert errors
+    for rank, (found, message) in errors.items():
+        assert found == kind, (rank, message)
+        for word in words:
+            assert word in message, (rank, message)
 
 
 def in_ranks(world_size=0, **options):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.commands import wait_until
 from tests.ranks import free_port
 
 PROGRAMS = ('munged', 'slurmctld', 'slurmd', 'srun', 'sbatch', 'sinfo')
@@ -84,10 +85,9 @@ def slurm_cluster():
             run('slurmd', '-N', 'node2'),
         ]
         assert [done.returncode for done in started] == [0, 0, 0, 0], started
-        deadline = time.monotonic() + 60
-        while run('sinfo', '-h', '-o', '%D %T').stdout.split() != ['2', 'idle']:
-            assert time.monotonic() < deadline, run('sinfo').stdout
-            time.sleep(0.1)
+        idle = ['2', 'idle']
+        words = ('sinfo', '-h', '-o', '%D %T')
+        wait_until(lambda: run(*words).stdout.split() == idle, 60, lambda: run('sinfo').stdout)
         yield environ
         # The process that runs a batch script waits for slurmctld to hear that it ended.
         deadline = time.monotonic() + 30

@@ -7,9 +7,9 @@ import pytest
 from mmengine.runner import IterBasedTrainLoop
 
 from tests.checkpoint import kept_cases  # noqa: F401  registers Keeps
-from tests.checkpoint.training import SAMPLES, build, train
+from tests.checkpoint.training import SAMPLES, assert_equal_bits, build, train
 from tests.columns import NATIVE, job_of, lazy
-from tests.jobs import largest_difference, note
+from tests.jobs import note
 from tests.ranks import RanksFailed, in_ranks, run_ranks
 
 EVERY_THIRD = dict(interval=3, by_epoch=False, save_best='auto', rule='less', max_keep_ckpts=2)
@@ -51,15 +51,6 @@ def check_killed(world_size, folder, options, **hook):
     train_until_death(world_size, folder / 'killed', options, **hook)
     found = on_ranks(world_size, folder / 'killed', dict(options, resume=True))
     assert_equal_bits(expected, found)
-
-
-def assert_equal_bits(one, other):
-    assert len(one) == len(other)
-    for mine, theirs in zip(one, other):
-        assert largest_difference(mine['weights'], theirs['weights']) == 0.0
-        assert largest_difference(mine['ema'], theirs['ema']) == 0.0
-        for name in ('iter', 'lr', 'draws', 'best'):
-            assert mine[name] == theirs[name], name
 
 
 @pytest.mark.parametrize(

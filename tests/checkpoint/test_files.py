@@ -36,7 +36,7 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.utils import atomic_files
 from tests.checkpoint.test_malicious import Calls
 from tests.commands import environment, run
-from tests.jobs import load_file, torch_before
+from tests.jobs import load_file, needs_safe_loading
 
 
 def save(path, number=0, age=0, meta=None):
@@ -276,9 +276,7 @@ class Noted:
     """Some object that a hook puts into the message hub."""
 
 
-@pytest.mark.skipif(
-    torch_before('2.6.0'), reason='PyTorch before 2.6 loads checkpoints as MMEngine does'
-)
+@needs_safe_loading
 @pytest.mark.parametrize(
     ('value', 'name'),
     [

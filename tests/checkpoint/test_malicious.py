@@ -13,12 +13,10 @@ from mmengine.utils import get_object_from_string
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.errors import CheckpointError
 from tests.checkpoint.training import TESTED, build, train
-from tests.jobs import torch_before
-from tests.ranks import errors_of_ranks
+from tests.jobs import needs_safe_loading
+from tests.ranks import check_errors, errors_of_ranks
 
-pytestmark = pytest.mark.skipif(
-    torch_before('2.6.0'), reason='before 2.6 files load as in MMEngine'
-)
+pytestmark = needs_safe_loading
 
 
 class Calls:
@@ -70,10 +68,7 @@ def test_refused(tmp_path, way, switch):
     torch.save(dict(state_dict={}, meta=dict(epoch=1, iter=3), payload=payload), path)
     environ = dict(TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=switch)
     errors = errors_of_ranks(way, 0, tmp_path / 'work', str(path), environ=environ)
-    kind, message = errors[0]
-    assert kind == 'CheckpointError'
-    assert 'mkdir' in message
-    assert '.pth' in message
+    check_errors(errors, 'CheckpointError', 'mkdir', '.pth')
     assert not folder.exists()
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import RandomSampler
 
 import mmdevplug
 from tests.columns import backend_of
-from tests.jobs import install_card, trained_weights, weights_of
+from tests.jobs import install_card, largest_difference, trained_weights, weights_of
 
 SAMPLES = 52
 
@@ -201,3 +201,23 @@ def train(work_dir, accelerator='cpu', **options):
         draws=[random.random(), float(np.random.rand()), torch.rand(1).item()],
         best=None if best is None else float(best),
     )
+
+
+def train_or_die(accelerator, work_dir, stop_at=None, **options):
+    """Train twelve iterations with averaged weights and clipping, perhaps until a rank dies."""
+    hooks = [dict(type='EMAHook', momentum=0.1)]
+    if stop_at is not None:
+        hooks.append(dict(type='DieAt', iteration=stop_at))
+    checkpoint = dict(interval=3, by_epoch=False)
+    options.update(by_epoch=False, length=12, checkpoint=checkpoint, custom_hooks=hooks)
+    return train(work_dir, accelerator, **options)
+
+
+def assert_equal_bits(one, other):
+    """Compare what :func:`train` returned on the ranks of two jobs."""
+    assert len(one) == len(other)
+    for mine, theirs in zip(one, other):
+        assert largest_difference(mine['weights'], theirs['weights']) == 0.0
+        assert largest_difference(mine['ema'], theirs['ema']) == 0.0
+        for name in ('iter', 'lr', 'draws', 'best'):
+            assert mine[name] == theirs[name], name

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from mmengine.config import Config
 
-from benchmarks.hosts import INTERFACE, Hosts, available
+from benchmarks.hosts import INTERFACE
 from mmdevplug.checkpoint.reading import read_checkpoint
 from tests.cli.elastic_job import SAMPLES, STEP, whole_config
 from tests.commands import CLI, environment
@@ -102,17 +102,11 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path):
-    found = available()
-    if not found.possible:
-        pytest.skip(found.reason)
-    with Hosts(2) as hosts:
-        made = Job(tmp_path, hosts)
-        try:
-            yield made
-        finally:
-            for host in list(made.running):
-                made.kill(host)
+def job(tmp_path, hosts):
+    made = Job(tmp_path, hosts)
+    yield made
+    for host in list(made.running):
+        made.kill(host)
 
 
 def test_two_hosts_one_host_and_two_again(job):

@@ -23,6 +23,7 @@ from mmdevplug import init_device
 from mmdevplug.cli import hosts, launch
 from mmdevplug.environments.launch_variables import refuse_to_run_alone
 from mmdevplug.errors import DevPlugError, LaunchError
+from tests import ranks
 from tests.commands import python
 from tests.environments.test_launch import NAMES
 from tests.jobs import PATHS
@@ -52,12 +53,7 @@ HOSTS = (
 NODELISTS = ('', 'node[1-2]', 'a,b', '127.0.0.1', '[', '$(touch hacked)', '-h', 'ünï')
 TASKS = ('', '1', '2', '4', '1(x2)', '2(x1)', '0', '-1', '1,2', 'x', '9' * 5000)
 
-AGENT = dict(
-    TORCHELASTIC_RUN_ID='none',
-    TORCHELASTIC_RESTART_COUNT='0',
-    TORCHELASTIC_MAX_RESTARTS='0',
-    TORCHELASTIC_USE_AGENT_STORE='False',
-)
+AGENT = dict(ranks.AGENT, TORCHELASTIC_USE_AGENT_STORE='False')
 
 
 def valid_variables(launcher, rank, world_size):

@@ -11,6 +11,7 @@ from mmdevplug.accelerators.lazy import FIRST_GRAPHS
 from mmdevplug.checkpoint.writing import write_checkpoint
 from mmdevplug.utils import progress
 from mmdevplug.utils.progress import show_progress
+from tests.commands import wait_until
 
 
 @pytest.fixture
@@ -23,18 +24,11 @@ def threads():
     return [each for each in threading.enumerate() if each.name == 'mmdevplug-progress']
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_lines_come_while_the_work_lasts_and_no_longer(quick):
     lines = []
     with show_progress('planning a model', lines.append):
         assert len(threads()) == 1
-        wait_for(lambda: len(lines) >= 2)
+        wait_until(lambda: len(lines) >= 2, 20)
     assert not threads()
     told = len(lines)
     time.sleep(0.25)
@@ -69,7 +63,7 @@ def test_a_checkpoint_that_takes_long_says_how_large_it_is(quick, monkeypatch, t
     save = torch.save
 
     def slow_save(*args, **kwargs):
-        wait_for(lambda: lines)
+        wait_until(lambda: lines, 20)
         save(*args, **kwargs)
 
     monkeypatch.setattr(torch, 'save', slow_save)
@@ -89,7 +83,7 @@ def test_first_graphs_of_a_lazy_device(quick, monkeypatch):
     def slow_sync():
         calls.append(threads())
         if len(calls) == 1:
-            wait_for(lambda: lines)
+            wait_until(lambda: lines, 20)
 
     accelerator = XLAAccelerator()
     assert accelerator.is_available()

@@ -8,14 +8,13 @@ import os
 import re
 import shutil
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests import slurm_cluster
 from tests.cli.running import CONFIG, SHORT
-from tests.commands import CLI, environment, run
+from tests.commands import CLI, environment, run, wait_until
 from tests.jobs import ranks_of
 from tests.ranks import free_port
 
@@ -216,10 +215,7 @@ def test_sbatch(tmp_path, slurm):
     )
     options = ['-N', '2', '-n', '4', '--export=ALL', '-o', str(tmp_path / 'log'), '-D']
     run('sbatch', *options, tmp_path, script, cwd=tmp_path, env=environment(**slurm))
-    deadline = time.monotonic() + 240
-    while not (tmp_path / 'done').exists():
-        assert time.monotonic() < deadline, (tmp_path / 'log').read_text()
-        time.sleep(0.2)
+    wait_until((tmp_path / 'done').exists, 240, (tmp_path / 'log').read_text)
     told = (tmp_path / 'log').read_text()
     assert told.count('status 1') == 2
     assert 'LaunchError: SLURM_NNODES=2: Slurm holds 2 hosts for this job' in told

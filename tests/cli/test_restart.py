@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import INTERFACE, Hosts, available
+from benchmarks.hosts import INTERFACE
 from tests.cli.running import config
 from tests.commands import CLI, environment, run
 from tests.ranks import free_port
@@ -82,15 +82,6 @@ def test_a_job_whose_restarts_are_used_up_names_the_rank_in_one_line(tmp_path):
     (line,) = [line for line in done.stderr.splitlines() if line.startswith('mmdevplug: rank 0')]
     assert 'was ended by SIGKILL' in line
     assert 'Traceback' not in done.stderr
-
-
-@pytest.fixture
-def hosts():
-    found = available()
-    if not found.possible:
-        pytest.skip(found.reason)
-    with Hosts(2) as made:
-        yield made
 
 
 def test_a_killed_rank_on_one_of_two_hosts_is_restarted(tmp_path, hosts):

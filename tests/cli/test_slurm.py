@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.cli.running import CONFIG, SHORT
-from tests.commands import environment, run
+from tests.commands import environment, run, wait_until
 from tests.jobs import ROOT, ranks_of
 
 STANDINS = ROOT / 'standins' / 'slurm'
@@ -58,10 +57,7 @@ def run_out_of_time(folder, environ, status):
         env=dict(environ, SLURM_JOB_ID='4242', SLURM_NTASKS='2'),
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
-        while len(list(folder.glob('ready*'))) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: len(list(folder.glob('ready*'))) == 2, 60)
         job.send_signal(signal.SIGUSR1)
         assert job.wait(timeout=60) == status
     finally:

@@ -4,7 +4,6 @@ import copy
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import yaml
 from mmdevplug.cli.train import build_parser
 from tests import slurm_cluster
 from tests.cli.running import CONFIG, SHORT
-from tests.commands import run
+from tests.commands import run, wait_until
 from tests.jobs import PATHS, ROOT, ranks_of
 
 from .shapes import SHAPES, check
@@ -151,9 +150,6 @@ def test_slurm_trains(slurm, tmp_path):
         env=slurm,
     )
     assert done.returncode == 0, done.stderr
-    deadline = time.monotonic() + 200
-    while run('squeue', '-h', env=slurm).stdout:
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.5)
+    wait_until(lambda: not run('squeue', '-h', env=slurm).stdout, 200, log.read_text)
     assert Path((tmp_path / 'work/last_checkpoint').read_text()).name == 'epoch_1.pth'
     assert ranks_of(tmp_path / 'work') == 2

@@ -7,9 +7,10 @@ from mmengine.optim import OptimWrapper
 
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError
+from tests.columns import XLA
 from tests.device_guard.test_guard import ONE, THREE, TWO, refusal, segmentor
 from tests.jobs import install_card
-from tests.ranks import in_ranks, run_ranks
+from tests.ranks import in_ranks
 
 
 @in_ranks()
@@ -159,8 +160,11 @@ def train_steps(one, two, policy='move'):
     return losses, {name: value.cpu() for name, value in model.state_dict().items()}, guard
 
 
-def model_parallel(one, two):
-    install_card(one.partition(':')[0])
+@pytest.mark.parametrize('accelerator', ['zeta', XLA])
+@in_ranks()
+def test_train_step_of_a_model_on_two_devices(accelerator):
+    install_card(accelerator)
+    one, two = f'{accelerator}:0', f'{accelerator}:1'
     torch.zeros(1, device=two).cpu()
     losses, weights, guard = train_steps('cpu', 'cpu')
     assert guard.moved.number == 0
@@ -174,7 +178,3 @@ def model_parallel(one, two):
         train_steps(one, two, 'error')
     assert caught.value.mismatch.module == 'decode_head.conv_seg (Linear)'
     assert [each.role for each in caught.value.mismatch.operands] == ['input', 'weight', 'bias']
-
-
-def test_train_step_of_a_model_on_two_cards():
-    run_ranks(model_parallel, 0, ONE, TWO)

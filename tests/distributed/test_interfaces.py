@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import distributed as torch_dist
 
-from benchmarks.hosts import Hosts, available
 from mmdevplug import init_device
 from mmdevplug.environments.loopback import interface_of
 from tests.on_hosts import run_on_hosts
@@ -38,15 +37,6 @@ def meet(folder, address, by_name, interface):
     rank = torch.tensor([float(torch_dist.get_rank())])
     torch_dist.all_reduce(rank)
     return os.environ['GLOO_SOCKET_IFNAME'], rank.item()
-
-
-@pytest.fixture
-def hosts():
-    possible, reason = available()
-    if not possible:
-        pytest.skip(f'no hosts in network namespaces: {reason}')
-    with Hosts(2) as made:
-        yield made
 
 
 @pytest.mark.parametrize('by_name', [False, True])

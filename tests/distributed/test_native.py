@@ -25,8 +25,9 @@ from mmdevplug.samples import DynamicSampler, balance_samples, gather_samples
 from mmdevplug.staged.shared_memory import group_by_host
 from mmdevplug.utils.host import host_name
 from mmdevplug.utils.pytree import tensors_in
+from tests.columns import job_of
 from tests.native import CARDS, STANDINS, needs_native, run_native
-from tests.ranks import RanksFailed
+from tests.ranks import RanksFailed, in_ranks
 from tests.t20.test_interface import describe, parameters_of
 
 pytestmark = needs_native
@@ -148,21 +149,19 @@ def test_collectives(name):
     run_native(name, check_collectives, 2, name, CARDS[name][1])
 
 
-def missing_names(name):
-    """What a vendor's source lists as public and ``torch.<name>`` has not."""
-    listed = vars(vendor_names)[name.upper()].split()
-    return {each for each in listed if not hasattr(getattr(torch, name), each)}
-
-
-@pytest.mark.parametrize('name', ['npu', 'mlu'])
-def test_offers_what_the_vendor_lists(name):
-    (missing,) = run_native(name, missing_names, 0, name)
+@pytest.mark.parametrize('device', ['npu', 'mlu'])
+@in_ranks()
+def test_offers_what_the_vendor_lists(device):
+    """But for some of what its source lists as public."""
+    listed = vars(vendor_names)[device.upper()].split()
+    missing = {each for each in listed if not hasattr(getattr(torch, device), each)}
     assert missing
     assert missing <= set(vendor_names.LEFT_OUT.split())
 
 
-def other_parameters():
-    """Functions of ``torch.npu`` whose parameters or defaults are not those of torch_npu."""
+@in_ranks(**job_of('npu', 0))
+def test_parameters_are_those_of_torch_npu():
+    """Parameters and defaults of the functions of ``torch.npu``."""
     found = {}
     for line in vendor_names.NPU_LINES:
         name, _, source = line.partition('(')
@@ -175,11 +174,7 @@ def other_parameters():
             continue
         if has != parameters_of(source[:-1], {}):
             found[name] = str(has)
-    return found
-
-
-def test_parameters_are_those_of_torch_npu():
-    assert run_native('npu', other_parameters, 0) == [{}]
+    assert found == {}
 
 
 # what the package sends ------------------------------------------------------------------------

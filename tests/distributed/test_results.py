@@ -16,11 +16,10 @@ from mmdevplug.distributed import gather_results
 from mmdevplug.errors import DevPlugError, SampleError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.patches.metric_results import patch_video_metrics
-from tests.columns import CUDA, NATIVE, backend_of
+from tests.columns import CUDA, NATIVE, XLA, backend_of
 from tests.jobs import install_card
 from tests.ranks import in_ranks
 
-XLA = pytest.param('xla', marks=pytest.mark.xla)
 Pair = namedtuple('Pair', 'scores label')
 
 

@@ -14,9 +14,8 @@ from mmdevplug.errors import LaunchError, RankFailedError
 from mmdevplug.fault_tolerance import failure, failure_watch
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.fault_tolerance.store_barrier import wait_until
-from tests.fault_tolerance.blaming import check_errors
 from tests.jobs import torch_before
-from tests.ranks import errors_of_ranks, in_ranks, run_ranks
+from tests.ranks import check_errors, errors_of_ranks, in_ranks, run_ranks
 
 
 def start(timeout=60):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import distributed as torch_dist
 
-from benchmarks.hosts import Hosts, HostsError, available, counter_file, run_ranks
+from benchmarks.hosts import Hosts, HostsError, counter_file, run_ranks
 from mmdevplug import DeviceDistributedDataParallel, init_device
 from tests.jobs import install_card, largest_difference, load_file, torch_before
-from tests.on_hosts import run_on_hosts
+from tests.on_hosts import need_hosts, run_on_hosts
 
 STEPS = 6
 BATCH = 16
@@ -99,9 +99,7 @@ def run(folder, accelerator, ranks_per_host, **options):
 
 @pytest.fixture(scope='module', autouse=True)
 def _possible():
-    possible, reason = available()
-    if not possible:
-        pytest.skip(f'no hosts in network namespaces: {reason}')
+    need_hosts()
 
 
 @pytest.fixture(scope='module')

@@ -19,14 +19,8 @@ from mmdevplug.errors import LaunchError
 from tests.cli.running import CONFIG, SHORT
 from tests.commands import run
 from tests.jobs import PLAIN, digits_config
-from tests.ranks import in_ranks
+from tests.ranks import AGENT, in_ranks
 
-AGENT = dict(
-    TORCHELASTIC_RUN_ID='none',
-    TORCHELASTIC_RESTART_COUNT='0',
-    TORCHELASTIC_MAX_RESTARTS='0',
-    TORCHELASTIC_USE_AGENT_STORE='True',
-)
 #: What the second of two hosts with four processes each sees under torchrun.
 TORCHRUN = dict(
     RANK='5', LOCAL_RANK='1', WORLD_SIZE='8', MASTER_ADDR='10.0.0.1', MASTER_PORT='12345',

@@ -24,9 +24,16 @@ from mmdevplug.fault_tolerance.host_events import HostEvents
 from mmdevplug.fault_tolerance.stop_together import StopAgreement
 from tests.cli.running import config
 from tests.commands import CLI, environment, run
-from tests.fault_tolerance.blaming import check_errors
 from tests.jobs import PLAIN, digits_config, install_card
-from tests.ranks import errors_of_ranks, free_port, in_ranks, launch_variables, run_ranks
+from tests.ranks import (
+    AGENT,
+    check_errors,
+    errors_of_ranks,
+    free_port,
+    in_ranks,
+    launch_variables,
+    run_ranks,
+)
 
 
 def init(timeout=30, **options):
@@ -78,9 +85,9 @@ def test_where_ranks_meet_is_the_launchers_business():
         ((key, value),) = options.items()
         errors = errors_of_ranks(partial(init, **options), 2, together=True)
         assert sorted(errors) == [0, 1]
-        for kind, message in errors.values():
-            assert kind == 'LaunchError'
-            assert message.startswith(f'env_cfg.dist_cfg.{key}={value!r}: ')
+        check_errors(errors, 'LaunchError')
+        told = f'env_cfg.dist_cfg.{key}={value!r}: '
+        assert all(message.startswith(told) for _, message in errors.values())
 
 
 def train(accelerator, work_dir, change):
@@ -184,13 +191,8 @@ def fail_and_go_on():
 
 def variables_of(agent, max_restarts):
     """What torchrun sets for workers that use its store."""
-    return dict(
-        MASTER_PORT=str(agent.port),
-        TORCHELASTIC_RUN_ID='none',
-        TORCHELASTIC_MAX_RESTARTS=str(max_restarts),
-        TORCHELASTIC_USE_AGENT_STORE='True',
-        TORCHELASTIC_RESTART_COUNT='0',
-    )
+    port, restarts = str(agent.port), str(max_restarts)
+    return dict(AGENT, MASTER_PORT=port, TORCHELASTIC_MAX_RESTARTS=restarts)
 
 
 def init_twice():
@@ -214,7 +216,8 @@ def test_restarts_that_torchrun_does_not_count():
         assert found == [world_size] * world_size
 
 
-def go_on_after_failures():
+@in_ranks(2)
+def test_a_failure_of_all_ranks_is_forgotten_when_the_process_goes_on():
     """Fail everywhere, rank 1 later than rank 0; then not at all, on rank 1 alone, not at all."""
     rank = int(os.environ['RANK'])
     init_device('pytorch', 'cpu', timeout=30)
@@ -232,16 +235,14 @@ def go_on_after_failures():
                 seen.append(total.item())
         except Exception as error:
             seen.append(f'{type(error).__name__}: {error}')
-    return seen
-
-
-def test_a_failure_of_all_ranks_is_forgotten_when_the_process_goes_on():
-    first, second = run_ranks(go_on_after_failures, 2)
-    assert first[:2] == ['ValueError: of rank 0', 2.0]
-    assert second[:3] == ['ValueError: of rank 1', 2.0, 'ValueError: of rank 1']
-    assert 'rank 1 of 2' in first[2]
-    assert 'failed in attempt 2: ValueError: of rank 1' in first[2]
-    assert first[3] == second[3] == 2.0
+    everywhere, total, of_rank_1, last = seen
+    assert everywhere == f'ValueError: of rank {rank}'
+    assert total == last == 2.0
+    if rank == 1:
+        assert of_rank_1 == 'ValueError: of rank 1'
+    else:
+        assert 'rank 1 of 2' in of_rank_1
+        assert 'failed in attempt 2: ValueError: of rank 1' in of_rank_1
 
 
 def start_and_fail():

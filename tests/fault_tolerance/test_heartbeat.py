@@ -18,10 +18,10 @@ from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance import failure, failure_watch
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.fault_tolerance.heartbeat import SILENT_SECONDS, Beat, Heartbeat
-from tests.fault_tolerance.blaming import check_errors
 from tests.ranks import (
     _context,
     _work,
+    check_errors,
     errors_of_ranks,
     free_port,
     in_ranks,

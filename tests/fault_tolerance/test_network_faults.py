@@ -14,14 +14,16 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from torch import distributed as torch_dist
 
-from benchmarks.hosts import INTERFACE, PORT, Hosts, available, launch_variables
+from benchmarks.hosts import INTERFACE, PORT, Hosts, launch_variables
 from mmdevplug import init_device
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance import failure_watch, heartbeat
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase, fail_together
 from tests.checkpoint.training import train
+from tests.commands import wait_until
 from tests.jobs import PATHS
+from tests.on_hosts import need_hosts
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.long
@@ -89,9 +91,7 @@ def train_slowly(work_dir, resume=False):
 
 @pytest.fixture(scope='module', autouse=True)
 def _possible():
-    possible, reason = available()
-    if not possible:
-        pytest.skip(f'no hosts in network namespaces: {reason}')
+    need_hosts()
 
 
 class Job:
@@ -113,10 +113,8 @@ class Job:
                 self.ranks.append(
                     subprocess.Popen(line, env=environ, stdout=output, stderr=output)
                 )
-        deadline = time.monotonic() + 120
-        while not all(self.in_the_middle(host) for host in range(self.hosts.count)):
-            assert time.monotonic() < deadline, self.output(0)
-            time.sleep(0.1)
+        hosts = range(self.hosts.count)
+        wait_until(lambda: all(map(self.in_the_middle, hosts)), 120, lambda: self.output(0))
 
     def noted(self, host):
         path = self.folder / f'note{host}'

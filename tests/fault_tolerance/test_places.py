@@ -19,8 +19,7 @@ from mmdevplug.fault_tolerance.heartbeat import list_numbers
 from mmdevplug.fault_tolerance.stack_place import describe_error, describe_stack
 from mmdevplug.model.norm_layers import convert_norm_layers
 from mmdevplug.samples import gather_samples
-from tests.fault_tolerance.blaming import check_errors
-from tests.ranks import errors_of_ranks, in_ranks, run_ranks
+from tests.ranks import check_errors, errors_of_ranks, in_ranks, run_ranks
 
 
 class Probe(nn.Module):

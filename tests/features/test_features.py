@@ -4,36 +4,20 @@ With ``MMDEVPLUG_RESULTS=<folder>`` the figures are written there as JSON, one f
 of device.
 """
 
-import json
 import os
-import platform
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 
-from tests.columns import CUDA, LAZY, NATIVE, job_of, within
+from tests.columns import CUDA, GCU, LAZY, NATIVE, XLA, job_of, within, write_column
 from tests.features.rows import ROWS, train_rows
 from tests.jobs import largest_difference
 from tests.ranks import run_ranks
-from tests.t20.conftest import FOLDER, MISSING
+from tests.t20.conftest import ON_T20
 
 #: A T20 on PyTorch 1.10; ``gcu`` is the same card on torch_xla.
-T20 = pytest.param(
-    't20', marks=[pytest.mark.t20, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
-)
+T20 = pytest.param('t20', marks=ON_T20)
 
-ACCELERATORS = [
-    LAZY,
-    'cpu',
-    'zeta',
-    NATIVE,
-    CUDA,
-    pytest.param('xla', marks=pytest.mark.xla),
-    pytest.param('gcu', marks=pytest.mark.xla),
-    T20,
-]
+ACCELERATORS = [LAZY, 'cpu', 'zeta', NATIVE, CUDA, XLA, GCU, T20]
 
 #: On torch_xla, ``gcu`` differs from ``xla`` in copies, flushes and mixed precision, which these
 #: rows meet; ``make test-t20`` trains all rows on the same card. The table wants all of both.
@@ -51,13 +35,6 @@ def cases(names):
         for name in names:
             if is_run(name, *param.values):
                 yield pytest.param(name, *param.values, marks=param.marks)
-
-
-def train_on(accelerator, names, work_dir):
-    if accelerator in ('gcu', 't20'):
-        sys.path.insert(0, str(FOLDER))
-        accelerator = 'gcu'
-    return train_rows(names, accelerator, work_dir)
 
 
 @pytest.fixture(scope='module')
@@ -80,10 +57,13 @@ def columns(tmp_path_factory, reference):
                 if accelerator not in row.absent_on and is_run(name, accelerator)
             ]
             folder = tmp_path_factory.mktemp(accelerator)
-            trained[accelerator] = run_ranks(
-                train_on, 2, accelerator, names, folder, timeout=280, **job_of(accelerator)
+            name = 'gcu' if accelerator == 't20' else accelerator
+            job = dict(job_of(name), timeout=280)
+            trained[accelerator] = ranks = run_ranks(train_rows, 2, names, name, folder, **job)
+            write_column(
+                accelerator,
+                lambda: {name: _cell(name, accelerator, ranks, reference) for name in ROWS},
             )
-            _write(accelerator, trained[accelerator], reference)
         return trained[accelerator]
 
     return of
@@ -102,21 +82,6 @@ def _cell(name, accelerator, ranks, reference):
         largest_difference(one['weights'], reference[name]['weights']) for one in found
     )
     return dict(cell, status='trained', difference=difference)
-
-
-def _write(accelerator, ranks, reference):
-    folder = os.environ.get('MMDEVPLUG_RESULTS')
-    if not folder:
-        return
-    column = dict(
-        accelerator=accelerator,
-        torch=torch.__version__,
-        python=platform.python_version(),
-        rows={name: _cell(name, accelerator, ranks, reference) for name in ROWS},
-    )
-    path = Path(folder) / f'{accelerator}.json'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(column, indent=1, ensure_ascii=False) + '\n')
 
 
 def rows(condition):

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import pytest
 
-from tests.columns import NATIVE, job_of, lazy
+from tests.columns import NATIVE, job_of, lazy, on_xla
 from tests.gradients.parity import SCENARIOS, compare_all
 from tests.ranks import run_ranks
 
@@ -19,7 +19,7 @@ OF_DEVICES = dict(
 CASES = [('cpu', 2), ('zeta', 3), (NATIVE, 2), lazy(('lazy', 2))]
 CASES += [pytest.param(case, marks=pytest.mark.long) for case in (('zeta', 2), ('mlu', 3))]
 CASES += [pytest.param(('cuda', ranks), marks=pytest.mark.cuda) for ranks in (1, 2)]
-CASES += [pytest.param(('xla', 2), marks=pytest.mark.xla)]
+CASES += [on_xla(('xla', 2))]
 
 
 @lru_cache(maxsize=None)

@@ -14,6 +14,7 @@ from mmengine.registry import RUNNERS
 from mmdevplug.hooks.preemption_hook import PreemptionHook
 from tests.checkpoint.resuming import quickly
 from tests.checkpoint.training import build
+from tests.commands import wait_until
 from tests.fault_tolerance import accidents  # noqa: F401  registers a hook
 from tests.jobs import digits_config, load_file, note
 from tests.ranks import free_port, launch_variables, run_ranks, start_process
@@ -50,11 +51,8 @@ class Job:
 
     def signal_after(self, iteration, rank, number):
         """Send a signal to a rank when rank 0 has done an iteration."""
-        deadline = time.monotonic() + 180
-        while self.done(0) < iteration:
-            assert self.ranks[0].is_alive(), self.output(0)
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: self.done(0) >= iteration or not self.ranks[0].is_alive(), 180)
+        assert self.ranks[0].is_alive(), self.output(0)
         self.signal(rank, number)
 
     def done(self, rank):

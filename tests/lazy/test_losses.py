@@ -12,7 +12,8 @@ from mmdevplug import init_device
 from mmdevplug.errors import ModelError
 from mmdevplug.lazy.losses import compute_losses_on_host
 from mmdevplug.model.place_model import place_model
-from tests.ranks import in_ranks, run_ranks
+from tests.columns import needs_lazy
+from tests.ranks import in_ranks
 
 
 class Further(nn.Module):
@@ -192,7 +193,7 @@ def train(kind, built):
     return shown, gradients, head.calls.item()
 
 
-@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+@needs_lazy
 @pytest.mark.parametrize('built', [Model, Instances, Taught])
 @in_ranks()
 def test_losses_and_gradients_are_those_of_the_host(built):
@@ -211,7 +212,7 @@ class CallsAgain(Masks):
         return masks, self.segments(segments.expand(-1, 2, -1, -1))
 
 
-@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+@needs_lazy
 @in_ranks()
 def test_a_mask_head_that_calls_a_network_with_what_was_fetched_is_refused():
     model = Instances()
@@ -241,31 +242,26 @@ class Counting(Head):
         return super().loss(features)
 
 
-def see_samples(changes):
-    """What a head gets of samples that the model changes on the device, or does not."""
+@needs_lazy
+@pytest.mark.parametrize(('changes', 'boxes'), [(False, [2.0, 4.0]), (True, [3.0, 5.0])])
+@in_ranks()
+def test_heads_get_samples_of_the_host_as_the_model_has_them(changes, boxes):
+    """Samples that the model changes on the device, or does not."""
     model = Model()
     model.data_preprocessor, model.head = Scaling(), Counting()
     model = place_model(model, init_device('none', 'lazy'))
     sample = BaseDataElement(boxes=torch.tensor([1.0, 2.0]), metainfo=dict(number=0))
     data = model.data_preprocessor(dict(inputs=[torch.rand(1)], data_samples=[sample]), True)
     (sent,) = data['data_samples']
-    device = sent.boxes.device.type
+    assert sent.boxes.device.type == 'lazy'
     sent.set_metainfo(dict(number=1))
     if changes:
         sent.boxes += 1
     model.head.loss(torch.rand(1, 2, 5, 5).to(sent.boxes.device), data['data_samples'])
+    assert model.head.seen == [('cpu', boxes)]
+    assert model.head.metainfo == [dict(number=1, scaled=True)]
     truth = vars(model.head)['loss'].truth
-    original = truth.of([sent])[0] is truth._sent[id(sent)][1]
-    return device, model.head.seen, model.head.metainfo, original
-
-
-@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
-def test_heads_get_samples_of_the_host_as_the_model_has_them():
-    for changes, boxes in ((False, [2.0, 4.0]), (True, [3.0, 5.0])):
-        ((device, seen, metainfo, original),) = run_ranks(see_samples, 0, changes)
-        assert (device, seen) == ('lazy', [('cpu', boxes)])
-        assert metainfo == [dict(number=1, scaled=True)]
-        assert original is not changes
+    assert (truth.of([sent])[0] is truth._sent[id(sent)][1]) is not changes
 
 
 class Painting(BaseDataPreprocessor):
@@ -280,7 +276,7 @@ class Painting(BaseDataPreprocessor):
         return data
 
 
-@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+@needs_lazy
 @in_ranks()
 def test_a_preprocessor_that_makes_truth_from_images_goes_to_the_host():
     """Where a preprocessor works, and what the model gets of it, in each of three batches."""

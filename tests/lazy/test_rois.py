@@ -12,11 +12,10 @@ from mmdevplug.errors import ModelError
 from mmdevplug.lazy.losses import two_stage_detectors
 from mmdevplug.lazy.rois import split_stages
 from mmdevplug.model.place_model import place_model
+from tests.columns import needs_lazy
 from tests.ranks import in_ranks
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy'
-)
+pytestmark = needs_lazy
 IMAGES, SAMPLED = 2, 9
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from mmdevplug import init_device
 from mmdevplug.lazy.losses import point_encoders
 from mmdevplug.model.place_model import place_model
+from tests.columns import needs_lazy
 from tests.ranks import in_ranks
 
 SIDE = 4
@@ -79,7 +80,7 @@ def train(kind):
     return losses, {**gradients, **state}, set(model.pts_voxel_encoder.got)
 
 
-@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+@needs_lazy
 @in_ranks()
 def test_losses_gradients_and_statistics_are_those_of_the_host():
     host, lazy = train('cpu'), train('lazy')

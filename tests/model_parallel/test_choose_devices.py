@@ -17,7 +17,7 @@ from mmdevplug.model_parallel.choose_devices import resolve_strategy
 from tests.commands import environment, run
 from tests.jobs import ROOT, install_card, messages_of, need_card
 from tests.model_parallel.test_parse_devices import Cards
-from tests.ranks import RanksFailed, free_port, launch_variables, run_ranks
+from tests.ranks import AGENT, RanksFailed, free_port, launch_variables, run_ranks
 
 GIB = 2**30
 
@@ -180,11 +180,7 @@ def without_launcher(drop=(), start_group=False):
     return found.kind, found.rank, names(found), told, refused
 
 
-#: What torchrun sets besides; without it above the process, its job has ended.
-AGENT = {f'TORCHELASTIC_{name}': '0' for name in ('RUN_ID', 'RESTART_COUNT', 'MAX_RESTARTS')}
-AGENT['TORCHELASTIC_USE_AGENT_STORE'] = 'True'
-
-
+# Without torchrun above the process, the job of its variables has ended.
 @pytest.mark.parametrize('agent', [False, True])
 def test_a_job_that_may_be_running_is_not_left_alone(agent):
     variables = launch_variables(1, 2, free_port())

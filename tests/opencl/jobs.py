@@ -6,10 +6,10 @@ import tests.model.sync_bn_cases as sync_bn
 from mmdevplug.accelerators import TorchNativeAccelerator
 from mmdevplug.accelerators.vendor import import_vendor
 from mmdevplug.registry import ACCELERATORS
-from tests.checkpoint.training import train
+from tests.checkpoint.training import train_or_die
 from tests.device_guard.test_guard_legal import guarded_digits
 from tests.features.rows import train_rows
-from tests.jobs import train_digits
+from tests.jobs import train_two_epochs
 from tests.parallel_jobs import train as train_spread
 
 #: The package as it is: it does not say how many devices there are.
@@ -30,31 +30,22 @@ ROWS = ['sgd', 'clip_norm', 'ema', 'sync_bn', 'unused']
 ACCELERATORS.register_module(name='ocl', module=partial(TorchNativeAccelerator, 'ocl', **OPTIONS))
 
 
-def digits(work_dir):
-    """Two epochs of the digits example."""
-    found = train_digits(
-        'ocl',
-        work_dir,
-        128,
-        accelerator__type='ocl',
-        accelerator__backend='gloo',
-        train_cfg__max_epochs=2,
-        train_cfg__val_interval=2,
-        default_hooks__checkpoint=None,
-    )
-    return {key: found[key] for key in ('accuracy', 'device', 'wrapper', 'staged')}
-
-
 def alone(folder):
     """What one process does."""
     import_vendor('pytorch_ocl')
-    return dict(digits=digits(folder / 'digits'), guard=guarded_digits('ocl', folder / 'guard'))
+    return dict(
+        digits=train_two_epochs('ocl', folder / 'digits'),
+        guard=guarded_digits('ocl', folder / 'guard'),
+    )
 
 
 def together(folder):
     """What each of two ranks does."""
     import_vendor('pytorch_ocl')
-    return dict(digits=digits(folder / 'digits'), rows=train_rows(ROWS, 'ocl', folder / 'rows'))
+    return dict(
+        digits=train_two_epochs('ocl', folder / 'digits'),
+        rows=train_rows(ROWS, 'ocl', folder / 'rows'),
+    )
 
 
 def normalize():
@@ -72,22 +63,7 @@ def segment(accelerator, folder):
 
 
 def interrupted(work_dir, stop_at=None, **options):
-    """A training with averaged weights and clipping, perhaps until a rank dies.
-
-    Without dropout: pytorch_ocl has no state of its generator that could be restored.
-    """
+    """Train without dropout: pytorch_ocl has no state of its generator that could be restored."""
     import_vendor('pytorch_ocl')
-    hooks = [dict(type='EMAHook', momentum=0.1)]
-    if stop_at is not None:
-        hooks.append(dict(type='DieAt', iteration=stop_at))
-    return train(
-        work_dir,
-        'ocl',
-        by_epoch=False,
-        length=12,
-        checkpoint=dict(interval=3, by_epoch=False),
-        custom_hooks=hooks,
-        model=dict(type='NoisyModel', dropout=0.0),
-        accelerator__register=REGISTER,
-        **options,
-    )
+    options.update(model=dict(type='NoisyModel', dropout=0.0), accelerator__register=REGISTER)
+    return train_or_die('ocl', work_dir, stop_at, **options)

@@ -9,7 +9,14 @@ from mmengine.runner.amp import autocast  # bound before any runner exists, as m
 from torch import nn
 
 from mmdevplug.examples.digits import DigitsClassifier
-from tests.jobs import PLAIN, cpu_pools_bfloat16, digits_config, install_card, trained_weights
+from tests.jobs import (
+    PLAIN,
+    cpu_pools_bfloat16,
+    digits_config,
+    install_card,
+    largest_difference,
+    trained_weights,
+)
 
 #: 22 iterations each; what they do to MMEngine's `optim_wrapper`.
 SCENARIOS = {
@@ -101,6 +108,23 @@ class OverflowingClassifier(DigitsClassifier):
                 outputs = dict(loss=outputs['loss'] * float('inf'))
             self.calls += 1
         return outputs
+
+
+def overflow(accelerator, work_dir, **optim_wrapper):
+    """Train an epoch with a scaler; the loss of a rank is infinite in its sixth iteration."""
+    scaled = dict(type='AmpOptimWrapper', loss_scale=dict(init_scale=256.0), **optim_wrapper)
+    return train(
+        accelerator, work_dir, scaled, watch=True,
+        train_cfg__max_epochs=1, model__type='OverflowingClassifier',
+    )  # fmt: skip
+
+
+def check_skipped(results):
+    """Assert that all ranks skipped the step of that iteration, and halved the scale."""
+    for result in results:
+        assert result['unchanged'] == [5]
+        assert result['scales'] == [256.0] * 5 + [128.0] * 6
+        assert largest_difference(result['weights'], results[0]['weights']) == 0.0
 
 
 @MODELS.register_module()

@@ -25,71 +25,46 @@ from mmdevplug.optim import (
 from mmdevplug.patches.autocast import patch_autocast
 from mmdevplug.patches.mmengine import restore_mmengine
 from tests.cli.running import PLAIN, SHORT, STANDIN, config
-from tests.columns import CUDA, NATIVE, amp_wrapper, job_of
+from tests.columns import CUDA, NATIVE, amp_wrapper, job_of, on_xla
 from tests.commands import environment, python
-from tests.jobs import (
-    install_card,
-    largest_difference,
-    load_file,
-    messages_of,
-    needs_scaler,
-    start,
-)
-from tests.optim.scenarios import cast_inside, train
+from tests.jobs import install_card, load_file, messages_of, needs_scaler, start
+from tests.optim.scenarios import cast_inside, check_skipped, overflow
 from tests.ranks import in_ranks, run_ranks
 
-SCALED = dict(type='AmpOptimWrapper', dtype='float16', loss_scale=dict(init_scale=256.0))
-
-
 # overflow ---------------------------------------------------------------------------------------
-
-
-def overflow(accelerator, work_dir, clip):
-    optim_wrapper = dict(SCALED, clip_grad=dict(max_norm=0.2)) if clip else SCALED
-    return train(
-        accelerator, work_dir, optim_wrapper, watch=True,
-        train_cfg__max_epochs=1, model__type='OverflowingClassifier',
-    )  # fmt: skip
 
 
 @needs_scaler
 @pytest.mark.parametrize('clip', [False, True])
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
 def test_all_ranks_skip_the_step_in_which_one_overflowed(tmp_path, accelerator, clip):
-    first, second = run_ranks(overflow, 2, accelerator, tmp_path, clip, **job_of(accelerator))
-    for result in (first, second):
-        assert result['wrapper'] == amp_wrapper(accelerator)
-        assert result['unchanged'] == [5]
-        assert result['scales'] == [256.0] * 5 + [128.0] * 6
-    assert largest_difference(first['weights'], second['weights']) == 0.0
+    options = dict(clip_grad=dict(max_norm=0.2)) if clip else {}
+    train = partial(overflow, dtype='float16', **options)
+    results = run_ranks(train, 2, accelerator, tmp_path, **job_of(accelerator))
+    check_skipped(results)
+    assert {result['wrapper'] for result in results} == {amp_wrapper(accelerator)}
     if clip:
-        assert [not torch.tensor(norm).isfinite() for norm in first['norms']].index(True) == 5
-
-
-def scale_what_nobody_averages(accelerator):
-    """Parameters that every rank keeps for itself; rank 0 overflows, and then no rank."""
-    context = start(accelerator)
-    return [_scale(context, overflows_on) for overflows_on in (0, None)]
-
-
-def _scale(context, overflows_on):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).to(context.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapper = DeviceAmpOptimWrapper(
-        optimizer=optimizer, dtype='float16', loss_scale=dict(init_scale=8.0)
-    )
-    before = model.weight.detach().cpu().clone()
-    loss = model(torch.ones(1, 3, device=context.device)).sum()
-    wrapper.update_params(loss * float('inf') if context.env.rank == overflows_on else loss)
-    return torch.equal(before, model.weight.detach().cpu()), wrapper.loss_scaler.get_scale()
+        assert [not torch.tensor(norm).isfinite() for norm in results[0]['norms']].index(True) == 5
 
 
 @needs_scaler
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
+@in_ranks(2)
 def test_ranks_agree_on_an_overflow_of_one_of_them(accelerator):
-    found = run_ranks(scale_what_nobody_averages, 2, accelerator, **job_of(accelerator))
-    assert found == [[(True, 4.0), (False, 8.0)]] * 2
+    """Parameters that every rank keeps for itself; rank 0 overflows, and then no rank."""
+    context = start(accelerator)
+    for overflows_on, expected in ((0, (True, 4.0)), (None, (False, 8.0))):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).to(context.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapper = DeviceAmpOptimWrapper(
+            optimizer=optimizer, dtype='float16', loss_scale=dict(init_scale=8.0)
+        )
+        before = model.weight.detach().cpu().clone()
+        loss = model(torch.ones(1, 3, device=context.device)).sum()
+        wrapper.update_params(loss * float('inf') if context.env.rank == overflows_on else loss)
+        same = torch.equal(before, model.weight.detach().cpu())
+        assert (same, wrapper.loss_scaler.get_scale()) == expected
 
 
 # the wrapper ------------------------------------------------------------------------------------
@@ -265,9 +240,17 @@ def test_amp_reaches_each_optimizer_and_names_what_it_cannot_replace():
 # autocast inside models -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(('accelerator', 'own'), [('cpu', 'bfloat16'), ('zeta', 'float16')])
+@pytest.mark.parametrize(
+    ('accelerator', 'own'),
+    [
+        ('cpu', 'bfloat16'),
+        ('zeta', 'float16'),
+        on_xla('xla', 'bfloat16'),
+        on_xla('gcu', 'float16'),
+    ],
+)
 def test_autocast_inside_a_model(tmp_path, accelerator, own):
-    (found,) = run_ranks(cast_inside, 0, accelerator, tmp_path)
+    (found,) = run_ranks(cast_inside, 0, accelerator, tmp_path, **job_of(accelerator, 0))
     assert found == [
         f'torch.{name}' for name in (own, 'float32', 'bfloat16', 'bfloat16', 'float32')
     ]

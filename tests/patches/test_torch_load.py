@@ -20,12 +20,10 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.model.place_model import initialize_weights
 from mmdevplug.patches.mmengine import restore_mmengine
 from mmdevplug.patches.torch_load import safe_loading
-from tests.jobs import load_file, torch_before
+from tests.jobs import load_file, needs_safe_loading
 
 _ORIGINAL = torch.load
-pytestmark = pytest.mark.skipif(
-    torch_before('2.6.0'), reason='before 2.6 files load as in MMEngine'
-)
+pytestmark = needs_safe_loading
 
 
 class Unknown:

@@ -1,14 +1,13 @@
 """The remote sensing example: a vision transformer of mmseg's on drawn aerial tiles."""
 
-import sys
-
 import numpy as np
 import pytest
 from mmengine.config import Config
 
+from tests.columns import job_of
 from tests.jobs import ROOT, largest_difference, trained_weights
 from tests.ranks import run_ranks
-from tests.repos.training import T20_STANDIN, Recorder, build_runner
+from tests.repos.training import Recorder, build_runner
 
 FOLDER = ROOT / 'configs' / 'remote_sensing'
 
@@ -46,8 +45,6 @@ def train_example(name, work_dir, options):
     Returns:
         dict: ``losses``, ``miou``, ``device``, ``weights``, and ``batch``, that of this rank.
     """
-    if 'gcu' in name:
-        sys.path.insert(0, T20_STANDIN)
     cfg = Config.fromfile(str(FOLDER / name))
     cfg.merge_from_dict(options)
     cfg.work_dir, cfg.launcher = str(work_dir), 'pytorch'
@@ -114,9 +111,8 @@ def test_it_learns_on_two_ranks(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_eight_ranks_each_on_its_card(tmp_path):
-    ranks = run_ranks(
-        train_example, 8, 'remote_sensing_gcu_t20_8x.py', tmp_path, SMALL, timeout=580
-    )
+    job = dict(job_of('gcu', 8), timeout=580)
+    ranks = run_ranks(train_example, 8, 'remote_sensing_gcu_t20_8x.py', tmp_path, SMALL, **job)
     mean = np.mean([found['losses'] for found in ranks], axis=0)
     assert len(mean) == 20
     assert mean[-2:].mean() < 0.9 * mean[:2].mean()

@@ -6,6 +6,7 @@ the whole batch.
 
 import pytest
 
+from tests.columns import device_of, job_of
 from tests.jobs import largest_difference, load_file
 from tests.ranks import run_ranks
 from tests.repos.imagenet import make_imagenet, resnet18, vision_transformer
@@ -15,7 +16,6 @@ from tests.repos.training import ITERATIONS, mean_losses, run_tools_train, train
 pytestmark = [pytest.mark.xla, pytest.mark.long, pytest.mark.timeout(600)]
 
 MODELS = dict(resnet18=resnet18, vit=vision_transformer)
-TWO_DEVICES = dict(CPU_NUM_DEVICES='2')
 
 
 @pytest.fixture(scope='module')
@@ -25,19 +25,11 @@ def recipes(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ('accelerator', 'ranks', 'device'),
-    [
-        ('cpu', 2, 'cpu'),
-        ('zeta', 2, 'zeta:{}'),
-        ('xla', 0, 'xla:{}'),
-        ('xla', 2, 'xla:{}'),
-        ('gcu', 2, 'xla:{}'),
-    ],
+    ('accelerator', 'ranks'), [('cpu', 2), ('zeta', 2), ('xla', 0), ('xla', 2), ('gcu', 2)]
 )
-def test_trains_as_one_process(recipes, stock, tmp_path, accelerator, ranks, device):
-    results = run_ranks(
-        train_all, ranks, recipes, accelerator, tmp_path, environ=TWO_DEVICES, timeout=580
-    )
+def test_trains_as_one_process(recipes, stock, tmp_path, accelerator, ranks):
+    job = dict(job_of(accelerator, ranks), timeout=580)
+    results = run_ranks(train_all, ranks, recipes, accelerator, tmp_path, **job)
     for name in recipes:
         expected = mean_losses([stock], name)
         assert len(expected) == ITERATIONS
@@ -45,7 +37,7 @@ def test_trains_as_one_process(recipes, stock, tmp_path, accelerator, ranks, dev
         assert losses == pytest.approx(expected, abs=1e-3)
         assert resumed == pytest.approx(losses[ITERATIONS // 2 :], abs=1e-4)
         for rank, found in enumerate(result[name] for result in results):
-            assert found['device'] == device.format(rank)
+            assert found['device'] == device_of(accelerator, rank, ranks)
             assert found['files'] == ['epoch_1.pth', 'epoch_2.pth']
             assert largest_difference(found['weights'], stock[name]['weights']) <= 5e-3
             assert set(found['metrics']) == {'accuracy/top1', 'accuracy/top5'}
@@ -58,7 +50,7 @@ def test_tools_train_of_mmpretrain_itself(recipes, stock, tmp_path, accelerator)
     config = write_config(tmp_path / 'config.py', recipes['vit'], accelerator)
     # Its defaults are kept: workers that stay, and memory that is pinned where it can be.
     options = [f'{kind}_dataloader.num_workers=1' for kind in ('train', 'val', 'test')]
-    job = dict(environ=TWO_DEVICES, timeout=580)
+    job = dict(job_of(accelerator), timeout=580)
     run_ranks(run_tools_train, 2, 'mmpretrain', config, tmp_path / 'work', *options, **job)
     saved = load_file(tmp_path / 'work' / 'epoch_2.pth')['state_dict']
     assert largest_difference(saved, stock['vit']['weights']) <= 5e-3

@@ -25,8 +25,6 @@ from mmengine.runner import Runner
 
 from tests.jobs import base_config_of, install_card, trained_weights
 
-T20_STANDIN = str(Path(__file__).parents[2] / 'standins' / 't20')
-
 #: Iterations of each training, half of which a resumed one does again.
 ITERATIONS = 10
 
@@ -224,8 +222,6 @@ def train_by(runners: Tuple[str, ...], recipe: Recipe, folder: Path) -> Dict[str
 
 
 def _prepare(recipe: Recipe, accelerator: str = 'cpu') -> None:
-    if accelerator == 'gcu' and T20_STANDIN not in sys.path:
-        sys.path.insert(0, T20_STANDIN)
     install_card(accelerator)
     if accelerator == 'cpu':
         # MMEngine's own runner takes a GPU where there is one, as it found at its import.

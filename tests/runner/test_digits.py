@@ -4,17 +4,14 @@ from functools import partial
 
 import pytest
 
-from tests.columns import device_of, job_of, lazy, needs_lazy, staged
+from tests.columns import device_of, job_of, lazy, needs_lazy, on_xla, staged
 from tests.jobs import largest_difference, train_digits, train_plain
 from tests.ranks import run_ranks
 
 
-def on_xla(ranks):
-    return pytest.param('xla', ranks, marks=pytest.mark.xla)
-
-
 @pytest.mark.parametrize(
-    ('accelerator', 'ranks'), [('cpu', 2), ('zeta', 0), lazy('lazy', 2), on_xla(0), on_xla(2)]
+    ('accelerator', 'ranks'),
+    [('cpu', 2), ('zeta', 0), lazy('lazy', 2), on_xla('xla', 0), on_xla('xla', 2)],
 )
 def test_accuracy(tmp_path, accelerator, ranks):
     job = job_of(accelerator, ranks)
@@ -35,7 +32,7 @@ def single_process_weights(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ('accelerator', 'ranks'), [('cpu', 2), ('cpu', 4), ('zeta', 2), on_xla(2)]
+    ('accelerator', 'ranks'), [('cpu', 2), ('cpu', 4), ('zeta', 2), on_xla('xla', 2)]
 )
 def test_weights_equal_those_of_one_process(tmp_path, single_process_weights, accelerator, ranks):
     job = job_of(accelerator, ranks)

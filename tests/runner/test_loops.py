@@ -7,9 +7,8 @@ from mmengine.runner import BaseLoop
 from torch.utils.data import IterableDataset
 
 from mmdevplug.checkpoint.participants import unpack
-from mmdevplug.errors import SampleError
 from tests.jobs import digits_config, install_card, load_file, log_of, weights_of
-from tests.ranks import errors_of_ranks, run_ranks
+from tests.ranks import check_errors, errors_of_ranks, run_ranks
 
 
 @LOOPS.register_module()
@@ -138,5 +137,4 @@ def test_validation_needs_a_length(tmp_path):
         val_dataloader__dataset=dict(_delete_=True, type='Stream', length=64),
     )
     errors = errors_of_ranks(train_on_stream, 1, tmp_path, dict(type='Stream'), None, options)
-    assert errors[0][0] == SampleError.__name__
-    assert 'val_dataloader: Stream has no length' in errors[0][1]
+    check_errors(errors, 'SampleError', 'val_dataloader: Stream has no length')

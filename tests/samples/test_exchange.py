@@ -5,7 +5,7 @@ from torch import distributed as torch_dist
 
 from mmdevplug.errors import SampleError
 from mmdevplug.samples import gather_samples
-from tests.columns import NATIVE, device_of, job_of
+from tests.columns import NATIVE, device_of, job_of, on_xla
 from tests.jobs import start
 from tests.ranks import in_ranks, run_ranks
 
@@ -31,8 +31,8 @@ def test_pools_and_slices_of_any_samples_in_groups_of_1_rank_to_all(ranks):
         (NATIVE, [0, 3]),
         pytest.param('cuda', [0, 3], marks=pytest.mark.cuda),
         pytest.param('cuda', [3], marks=pytest.mark.cuda),
-        pytest.param('xla', [2, 3], marks=pytest.mark.xla),
-        pytest.param('xla', [0, 4], marks=pytest.mark.xla),
+        on_xla('xla', [2, 3]),
+        on_xla('xla', [0, 4]),
     ],
 )
 def test_samples_arrive_on_the_card_of_the_receiver(accelerator, per_rank):

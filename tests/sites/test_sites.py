@@ -5,24 +5,17 @@ there, then ``docs/sites/ours.py`` the package. With ``MMDEVPLUG_RESULTS=<folder
 is written there as JSON, of which ``docs/site_table.py`` makes the documentation's table.
 """
 
-import json
-import os
-import platform
-from pathlib import Path
-
 import pytest
-import torch
 
 from docs.sites.checks import OURS, stock_check
 from docs.sites.devices import environ_of
 from docs.sites.job import run_both
 from docs.sites.rows import ROWS
 from docs.sites.vendor import run_vendor
-from tests.columns import NATIVE, job_of
+from tests.columns import NATIVE, job_of, write_column
 from tests.ranks import free_port, run_ranks
 
 ACCELERATORS = ('cpu', 'zeta', NATIVE, 'xla', 'gcu')
-OF_VENDORS = (3, 5, 6)
 
 
 def is_tested(row, name):
@@ -71,21 +64,8 @@ def _find(name, folder):
         rank['stock'][9] = rank['ours'][9]['stock']
         rank['stock'][17] = rank['ours'][17]['stock']
         rank['ours'][17] = rank['ours'][17]['ours']
-    _write(name, ranks)
+    write_column(name, lambda: {number: _cell(number, name, ranks) for number in ROWS})
     return ranks
-
-
-def _write(name, ranks):
-    folder = os.environ.get('MMDEVPLUG_RESULTS')
-    if not folder:
-        return
-    rows = {number: _cell(number, name, ranks) for number in ROWS}
-    column = dict(
-        accelerator=name, torch=torch.__version__, python=platform.python_version(), rows=rows
-    )
-    path = Path(folder) / f'{name}.json'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(column, indent=1, ensure_ascii=False) + '\n')
 
 
 def _cell(number, name, ranks):

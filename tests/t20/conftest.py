@@ -13,6 +13,9 @@ MISSING = None
 if not torch.__version__.startswith('1.10.'):
     MISSING = f'the T20 runs PyTorch 1.10, this is {torch.__version__}: make test-t20'
 
+#: The marks of tests whose jobs import it.
+ON_T20 = [pytest.mark.t20, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
+
 
 @pytest.fixture(scope='session')
 def torch_gcu():

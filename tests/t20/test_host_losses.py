@@ -1,11 +1,10 @@
 """Losses of detectors on the host, behind a network on a card of the stand-in."""
 
-import sys
-
 import pytest
 
+from tests.columns import job_of
 from tests.ranks import run_ranks
-from tests.t20.conftest import FOLDER, MISSING
+from tests.t20.conftest import ON_T20
 from tests.xla.loss_jobs import (
     batch,
     largest_difference,
@@ -14,15 +13,10 @@ from tests.xla.loss_jobs import (
     two_stage_detector,
 )
 
-pytestmark = [
-    pytest.mark.t20,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-    pytest.mark.timeout(600),
-]
+pytestmark = [*ON_T20, pytest.mark.timeout(600)]
 
 
 def train_on_both(stages):
-    sys.path.insert(0, str(FOLDER))
     import t20_card
     import torch_gcu
 
@@ -39,7 +33,7 @@ def train_on_both(stages):
 @pytest.mark.operators
 @pytest.mark.parametrize(('stages', 'executions'), [(1, 4), (2, 8)])
 def test_few_executions_and_the_losses_of_the_host(torch_gcu, stages, executions):
-    ((host, card),) = run_ranks(train_on_both, 0, stages)
+    ((host, card),) = run_ranks(train_on_both, 0, stages, **job_of('gcu'))
     assert largest_difference(host, card) <= 1e-4
     assert max(card['executions'][2:]) <= executions
     assert not any(card['compilations'][2:])

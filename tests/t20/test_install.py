@@ -14,13 +14,9 @@ import pytest
 from tests.jobs import ROOT
 from tests.repos.segmentation import make_cityscapes, segformer
 from tests.repos.training import load_config, write_config
-from tests.t20.conftest import FOLDER, MISSING
+from tests.t20.conftest import FOLDER, ON_T20
 
-pytestmark = [
-    pytest.mark.t20,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-    pytest.mark.timeout(600),
-]
+pytestmark = [*ON_T20, pytest.mark.timeout(600)]
 
 #: What the vendor's container brings, or is built against.
 VENDORS = {'torch', 'numpy', 'mmcv', 'mmcv-lite', 'protobuf', 'setuptools', 'mmengine'}

@@ -12,18 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.columns import job_of
 from tests.jobs import ROOT, load_file
 from tests.ranks import run_ranks
 from tests.repos.segmentation import deeplabv3plus, make_cityscapes, segformer, vit
 from tests.repos.training import ITERATIONS, mean_losses, train_all, write_config
-from tests.t20.conftest import FOLDER, MISSING
+from tests.t20.conftest import FOLDER, ON_T20
 from tests.xla.shape_jobs import SIZES, segmentor, validate
 
-pytestmark = [
-    pytest.mark.t20,
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-    pytest.mark.timeout(900),
-]
+pytestmark = [*ON_T20, pytest.mark.timeout(900)]
 
 #: The models for a number of cards; 0 is one process without a launcher. Eight ranks have one
 #: picture each, whose mean alone is no statistic of a layer that is not synchronized.
@@ -37,7 +34,6 @@ CASES = [(name, cards) for cards, names in NAMES_ON.items() for name in names]
 
 def validate_on_many_sizes(work_dir):
     """Predictions on images of many sizes, of the host and of a card."""
-    sys.path.insert(0, str(FOLDER))
     import t20_card
     import torch_gcu
     from mmseg.utils import register_all_modules
@@ -55,7 +51,7 @@ def validate_on_many_sizes(work_dir):
 
 @pytest.mark.operators
 def test_validation_on_images_of_many_sizes_compiles_one_graph(torch_gcu, tmp_path):
-    ((host, card),) = run_ranks(validate_on_many_sizes, 0, tmp_path)
+    ((host, card),) = run_ranks(validate_on_many_sizes, 0, tmp_path, **job_of('gcu'))
     assert len({found.shape for found in host['predictions']}) == 12
     for found, expected in zip(card['predictions'], host['predictions']):
         assert (found == expected).all()
@@ -103,7 +99,9 @@ def trained(ours, tmp_path_factory):
         if key not in found:
             folder = tmp_path_factory.mktemp(f'{accelerator}_{ranks}')
             chosen = {name: ours[name] for name in names}
-            found[key] = run_ranks(train_all, ranks, chosen, accelerator, folder, timeout=800)
+            found[key] = run_ranks(
+                train_all, ranks, chosen, accelerator, folder, timeout=800, **job_of(accelerator)
+            )
         return found[key]
 
     return of

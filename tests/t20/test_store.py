@@ -5,9 +5,9 @@ from torch import distributed as torch_dist
 
 from tests.jobs import PLAIN, train_digits
 from tests.ranks import RanksFailed, run_ranks
-from tests.t20.conftest import MISSING
+from tests.t20.conftest import ON_T20
 
-pytestmark = [pytest.mark.t20, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
+pytestmark = ON_T20
 
 
 def _crash(store, key):

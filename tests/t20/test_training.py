@@ -2,7 +2,7 @@
 
 import os
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 
 import pytest
@@ -12,6 +12,7 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.utils.model import unwrap_model
 from tests.checkpoint import test_survival
+from tests.columns import job_of
 from tests.jobs import (
     PATHS,
     PLAIN,
@@ -22,12 +23,19 @@ from tests.jobs import (
     weights_of,
 )
 from tests.model.test_move import gradients_of_hooked
-from tests.optim.scenarios import SCENARIOS, config, train as train_in_scenario
+from tests.optim.scenarios import (
+    SCENARIOS,
+    check_skipped,
+    config,
+    overflow,
+    train as train_in_scenario,
+)
 from tests.ranks import run_ranks
-from tests.t20.conftest import FOLDER, MISSING
+from tests.t20.conftest import FOLDER, ON_T20
 
-pytestmark = [pytest.mark.t20, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
+pytestmark = ON_T20
 
+T20 = job_of('gcu')
 #: Iterations of an epoch, each with 128 samples of all ranks.
 ITERATIONS = 11
 #: Those of the validation after the last epoch.
@@ -36,21 +44,12 @@ VALIDATION_ITERATIONS = 6
 
 def train(accelerator, work_dir, **options):
     """Train in a process that has the stand-in; return the results, executions and calls."""
-    sys.path.insert(0, str(FOLDER))
-    result = train_digits(accelerator, work_dir, **options)
     import t20_card
 
+    result = train_digits(accelerator, work_dir, **options)
     index = torch.device(result['device']).index or 0
     result.update(t20_card.card.stats(index), calls=dict(t20_card.calls))
     return result
-
-
-def _import_card():
-    sys.path.insert(0, str(FOLDER))
-    import t20_card
-    import torch_gcu
-
-    return t20_card, torch_gcu
 
 
 class Count(Hook):
@@ -77,7 +76,9 @@ class Count(Hook):
 
 def count(work_dir, case):
     """Train with clipping, EMA and logging; return what an iteration costs a card."""
-    t20_card, torch_gcu = _import_card()
+    import t20_card
+    import torch_gcu
+
     accumulative_counts, precision, log_interval = case
     clipped = dict(clip_grad=dict(max_norm=0.2), accumulative_counts=accumulative_counts)
     cfg = config(
@@ -108,7 +109,7 @@ def count_all(work_dir):
 
 @pytest.mark.parametrize('world_size', [0, 2])
 def test_what_an_iteration_costs_a_card(torch_gcu, tmp_path, world_size):
-    for counted in run_ranks(count_all, world_size, tmp_path):
+    for counted in run_ranks(count_all, world_size, tmp_path, **T20):
         assert list(counted) == COSTS
         for (_, precision, log_interval), costs in counted.items():
             graphs = costs.pop('sync_lived_tensor')
@@ -120,16 +121,10 @@ def test_what_an_iteration_costs_a_card(torch_gcu, tmp_path, world_size):
             assert set(costs) <= {'set_device'}  # nothing implicit, no `unlazy`
 
 
-def train_scenario(accelerator, work_dir, optim_wrapper, **options):
-    if accelerator == 'gcu':
-        _import_card()
-    return train_in_scenario(accelerator, work_dir, optim_wrapper, **options)
-
-
 def train_scenarios(accelerator, work_dir, names):
     found = {**SCENARIOS, **AUTOCAST, 'float32': {}}
     return {
-        name: train_scenario(accelerator, work_dir / name, found[name], experiment_name=name)
+        name: train_in_scenario(accelerator, work_dir / name, found[name], experiment_name=name)
         for name in names
     }
 
@@ -146,7 +141,8 @@ def on_cards(torch_gcu, tmp_path_factory):
     @lru_cache(maxsize=None)
     def of(world_size):
         names = [*SCENARIOS, *AUTOCAST]
-        return run_ranks(train_scenarios, world_size, 'gcu', folder / str(world_size), names)
+        work_dir = folder / str(world_size)
+        return run_ranks(train_scenarios, world_size, 'gcu', work_dir, names, **T20)
 
     return of
 
@@ -179,28 +175,18 @@ def test_mixed_precision(on_cards, on_host, world_size, dtype):
         assert largest_difference(result['weights'], results[0]['weights']) == 0.0
 
 
-def overflow(work_dir, clip):
-    scaled = dict(MIXED['float16'], loss_scale=dict(init_scale=256.0))
-    optim_wrapper = dict(scaled, clip_grad=dict(max_norm=0.2)) if clip else scaled
-    return train_scenario(
-        'gcu', work_dir, optim_wrapper, watch=True,
-        train_cfg__max_epochs=1, model__type='OverflowingClassifier',
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize('clip', [False, True])
 @pytest.mark.parametrize('world_size', [0, 2])
 def test_all_ranks_skip_the_step_in_which_one_overflowed(torch_gcu, tmp_path, world_size, clip):
-    results = run_ranks(overflow, world_size, tmp_path, clip)
-    for result in results:
-        assert result['unchanged'] == [5]
-        assert result['scales'] == [256.0] * 5 + [128.0] * 6
-        assert largest_difference(result['weights'], results[0]['weights']) == 0.0
+    options = dict(clip_grad=dict(max_norm=0.2)) if clip else {}
+    train = partial(overflow, dtype='float16', **options)
+    check_skipped(run_ranks(train, world_size, 'gcu', tmp_path, **T20))
 
 
 def load_from(work_dir, path):
     """Load a checkpoint into a job that validates once; return the weights it holds then."""
-    t20_card, _ = _import_card()
+    import t20_card
+
     t20_card.card.set_lose_weights(True)
     cfg = digits_config('gcu', work_dir, **PLAIN, load_from=str(path))
     runner = RUNNERS.build(cfg)
@@ -221,7 +207,7 @@ def digits(torch_gcu, tmp_path_factory):
 
     @lru_cache(maxsize=None)
     def of(world_size):
-        return run_ranks(train_both, world_size, 'gcu', folder / str(world_size))
+        return run_ranks(train_both, world_size, 'gcu', folder / str(world_size), **T20)
 
     return of
 
@@ -238,7 +224,7 @@ def test_weights_are_loaded_into_a_model_that_was_never_computed(
 ):
     path = tmp_path / 'last.pth'
     torch.save(dict(state_dict={k: torch.as_tensor(v) for k, v in plain_on_host.items()}), path)
-    for weights in run_ranks(load_from, world_size, tmp_path, path):
+    for weights in run_ranks(load_from, world_size, tmp_path, path, **T20):
         assert largest_difference(weights, plain_on_host) == 0.0
 
 
@@ -310,12 +296,8 @@ def test_the_tensorboard_writer_can_be_imported_with_any_setuptools():
     assert run_ranks(import_writer, 0) == ['SummaryWriter']
 
 
-def hooked_on_card():
-    _import_card()
-    return gradients_of_hooked('gcu')
-
-
 def test_hooks_attributes_and_references_survive_a_move():
-    (expected,), (found,) = run_ranks(gradients_of_hooked, 0, 'cpu'), run_ranks(hooked_on_card, 0)
+    (expected,) = run_ranks(gradients_of_hooked, 0, 'cpu')
+    (found,) = run_ranks(gradients_of_hooked, 0, 'gcu', **T20)
     for one, other in zip(expected, found):
         assert one is other is None or torch.allclose(torch.tensor(one), torch.tensor(other))

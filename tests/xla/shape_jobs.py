@@ -11,6 +11,7 @@ from mmengine.registry import DATASETS, MODELS, DefaultScope
 from torch import nn
 from torch.utils.data import Dataset
 
+from tests import parallel_jobs
 from tests.jobs import messages_of, note
 from tests.xla.executions import Counts, counts
 
@@ -78,37 +79,14 @@ class OneConvolution(BaseModel):
 
 
 def segmentor():
-    norm = dict(type='BN', requires_grad=True)
-    return dict(
-        type='EncoderDecoder',
-        data_preprocessor=dict(
-            type='SegDataPreProcessor', mean=[120.0] * 3, std=[60.0] * 3, size=(8, 8)
-        ),
-        backbone=dict(
-            type='ResNetV1c',
-            depth=18,
-            base_channels=4,
-            num_stages=1,
-            strides=(1,),
-            dilations=(1,),
-            out_indices=(0,),
-            norm_cfg=norm,
-            norm_eval=False,
-            style='pytorch',
-        ),
-        decode_head=dict(
-            type='FCNHead',
-            in_channels=4,
-            in_index=0,
-            channels=4,
-            num_convs=0,
-            concat_input=False,
-            num_classes=3,
-            loss_decode=dict(type='CrossEntropyLoss'),
-        ),
-        train_cfg=dict(),
-        test_cfg=dict(mode='whole'),
-    )
+    """That of :mod:`tests.parallel_jobs`, as small as it can be, with dropout."""
+    made = ConfigDict(parallel_jobs.segmentor(), auxiliary_head=None)
+    made.data_preprocessor.update(mean=[120.0] * 3, std=[60.0] * 3, size=(8, 8))
+    made.backbone.update(base_channels=4, num_stages=1, strides=(1,), dilations=(1,))
+    made.backbone.out_indices = (0,)
+    made.decode_head.update(in_channels=4, in_index=0, channels=4, num_classes=3)
+    made.decode_head.update(num_convs=0, dropout_ratio=0.1)
+    return made
 
 
 class Predictions(Hook):

@@ -5,7 +5,7 @@ import pytest
 from tests.gradients.parity import compare_all
 from tests.ranks import in_ranks, run_ranks
 from tests.xla.executions import counts
-from tests.xla.t20 import on_t20
+from tests.xla.t20 import T20
 
 pytestmark = pytest.mark.xla
 
@@ -118,33 +118,25 @@ def test_no_module_before_a_device_is_used():
     assert not hasattr(torch, 'xla')
 
 
-def t20_gradients(probability):
+@pytest.mark.parametrize('probability', [0.0, 0.5])
+@in_ranks(**T20)
+def test_t20_drops_the_same_elements_when_a_segment_runs_again(probability):
     import warnings
 
     with warnings.catch_warnings():
         warnings.filterwarnings('error', message='.*does not report the state')
-        return all_kinds('gcu', probability)
-
-
-def test_t20_checkpoints_without_dropout():
-    (found,) = run_ranks(on_t20, 0, t20_gradients, 0.0)
-    expected = found[None][0]
-    for kind in KINDS[1:]:
-        gradients = found[kind][0]
-        assert max(abs(a - b).max() for a, b in zip(gradients, expected)) <= 1e-6
-
-
-def test_t20_drops_the_same_elements_when_a_segment_runs_again():
-    (found,) = run_ranks(on_t20, 0, t20_gradients, 0.5)
-    # A checkpointed segment begins with a new seed, so both draw other elements than without.
-    (one, *_), (other, *_) = (found[kind] for kind in KINDS[1:])
+        found = all_kinds('gcu', probability)
+    plain, one, other = (found[kind][0] for kind in KINDS)
     assert max(abs(a - b).max() for a, b in zip(one, other)) <= 1e-6
     assert any(abs(gradient).max() > 1e-3 for gradient in one)
+    # A checkpointed segment begins with a new seed, so both draw other elements than without.
+    for gradients in () if probability else (one, other):
+        assert max(abs(a - b).max() for a, b in zip(gradients, plain)) <= 1e-6
 
 
 @pytest.fixture(scope='module')
 def t20_differences():
-    return run_ranks(on_t20, 2, compare_all, 'gcu')
+    return run_ranks(compare_all, 2, 'gcu', **T20)
 
 
 @pytest.mark.parametrize('scenario', ['checkpointed', 'checkpointed_reentrant'])

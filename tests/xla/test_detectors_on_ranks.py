@@ -116,36 +116,35 @@ def train(kind, name, work_dir, resumed=None):
     )
 
 
+def train_whole_and_again(kind, ranks, name, folder):
+    """Train alone on the CPU, in a job, and in one that goes on from the other's file.
+
+    Yields executions and compilations of each rank, after two updates and without the last
+    iteration, which saves.
+    """
+    environ = dict(CPU_NUM_DEVICES=str(RANKS))
+    (alone,) = run_ranks(train, 0, 'cpu', name, folder / 'alone')
+    whole = run_ranks(train, ranks, kind, name, folder / 'whole', environ=environ)
+    saved = str(folder / 'whole' / f'iter_{SAVED}.pth')
+    again = run_ranks(train, ranks, kind, name, folder / 'again', saved, environ=environ)
+    for expected, found in zip(whole, again):
+        for state in ('weights', 'ema'):
+            assert largest_difference(expected[state], found[state]) == 0
+            assert largest_difference(expected[state], alone[state]) <= 1e-5
+        yield [expected[key][3:-1] for key in ('executions', 'compilations')]
+
+
 @pytest.mark.operators
 @pytest.mark.parametrize('name', list(EXECUTIONS))
 def test_all_at_once(tmp_path, name):
-    environ = dict(CPU_NUM_DEVICES=str(RANKS))
-    (alone,) = run_ranks(train, 0, 'cpu', name, tmp_path / 'alone')
-    whole = run_ranks(train, RANKS, 'xla', name, tmp_path / 'whole', environ=environ)
-    saved = str(tmp_path / 'whole' / f'iter_{SAVED}.pth')
-    again = run_ranks(train, RANKS, 'xla', name, tmp_path / 'again', saved, environ=environ)
-    for expected, found in zip(whole, again):
-        for kind in ('weights', 'ema'):
-            assert largest_difference(expected[kind], found[kind]) == 0
-            assert largest_difference(expected[kind], alone[kind]) <= 1e-5
-        # After two updates, and without the last iteration, which saves.
-        executions, compilations = (expected[key][3:-1] for key in ('executions', 'compilations'))
-        assert executions == [EXECUTIONS[name][0], EXECUTIONS[name][1], EXECUTIONS[name][0]]
-        assert compilations == [0, 0, 0]
+    accumulating, updating = EXECUTIONS[name]
+    for found in train_whole_and_again('xla', RANKS, name, tmp_path):
+        assert found == [[accumulating, updating, accumulating], [0, 0, 0]]
 
 
 @pytest.mark.operators
 @pytest.mark.parametrize('name', list(EXECUTIONS))
 def test_one_process_for_all_chips(tmp_path, name):
-    environ = dict(CPU_NUM_DEVICES=str(RANKS))
-    (alone,) = run_ranks(train, 0, 'cpu', name, tmp_path / 'alone')
-    (whole,) = run_ranks(train, 0, 'spmd', name, tmp_path / 'whole', environ=environ)
-    saved = str(tmp_path / 'whole' / f'iter_{SAVED}.pth')
-    (again,) = run_ranks(train, 0, 'spmd', name, tmp_path / 'again', saved, environ=environ)
-    for kind in ('weights', 'ema'):
-        assert largest_difference(whole[kind], again[kind]) == 0
-        assert largest_difference(whole[kind], alone[kind]) <= 1e-5
-    # After two updates, and without the last iteration, which saves.
-    executions, compilations = (whole[key][3:-1] for key in ('executions', 'compilations'))
+    ((executions, compilations),) = train_whole_and_again('spmd', 0, name, tmp_path)
     assert executions == [EXECUTIONS_OF_ONE[name]] * 3
     assert compilations[1:] == [0, 0]  # the first follows the file, whose averages are new inputs

@@ -5,56 +5,16 @@ import torch
 
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError
-from tests.device_guard.test_guard_legal import guarded_digits, legal
-from tests.device_guard.test_guard_mismatches import (
-    CASES,
-    check_beside_host,
-    check_moves,
-    check_report,
-    run_cases,
-)
-from tests.device_guard.test_guard_moving import model_parallel
+from tests.columns import job_of
+from tests.device_guard.test_guard_legal import guarded_digits
 from tests.ranks import in_ranks, run_ranks
 
 pytestmark = pytest.mark.xla
 
-DEVICES = dict(CPU_NUM_DEVICES='4')
 ONE, TWO = 'xla:0', 'xla:1'
 
-#: What does not abort: torch_xla replaces ``out``, and PyTorch looks at the weights first.
-STOCK = {'out': 'silent', 'recurrent': 'raises'}
 
-
-@pytest.fixture(scope='module')
-def told():
-    return run_ranks(run_cases, 0, 'xla', environ=DEVICES)[0]
-
-
-@pytest.mark.parametrize('name', CASES)
-def test_two_devices(told, name):
-    assert told[name]['stock'] == STOCK.get(name, 'SIGABRT')
-    check_report(name, told[name]['apart'], ONE, TWO)
-    check_moves(told[name]['apart'])
-
-
-@pytest.mark.parametrize('name', CASES)
-def test_device_and_host(told, name):
-    check_beside_host(name, told[name]['beside_host'], ONE)
-
-
-def test_what_pytorch_takes_is_left_alone():
-    ((refused, unknown),) = run_ranks(legal, 0, ONE, TWO, environ=DEVICES)
-    # torch_xla brings its own clip_grad_norm_, which stacks the norms of all devices.
-    assert list(refused) == ['clip']
-    assert 'torch.stack' in refused['clip']
-    assert unknown == ['pack']  # torch_xla cannot.
-
-
-def test_train_step_of_a_model_on_two_devices():
-    run_ranks(model_parallel, 0, ONE, TWO, environ=DEVICES)
-
-
-@in_ranks(environ=DEVICES)
+@in_ranks(**job_of('xla', 0))
 def test_a_warning_does_not_let_the_process_be_aborted():
     x, y = torch.ones(2, 2, device=ONE), torch.ones(2, 2, device=TWO)
     with DeviceGuard('warn') as guard:

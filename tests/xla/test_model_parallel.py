@@ -6,7 +6,7 @@ from tests.jobs import largest_difference
 from tests.parallel_jobs import STEPS, train
 from tests.ranks import in_ranks, run_ranks
 from tests.xla.executions import Counts, cost_of
-from tests.xla.t20 import with_calls
+from tests.xla.t20 import T20
 
 pytestmark = pytest.mark.xla
 
@@ -80,21 +80,18 @@ def test_clipping_accumulation_and_ema_and_what_they_cost(tmp_path):
     assert max(executions) <= 10
 
 
-def train_on_t20(work_dir):
-    """On stand-ins of the vendor's cards, which are lazy devices of another package."""
-    return [
-        train('classifier', 'gcu', f'{work_dir}/{count}', count, optim_wrapper__clip_grad=CLIP)
-        for count in (1, 2)
-    ]
-
-
+@in_ranks(**T20)
 def test_t20_standins(tmp_path):
-    (((one, two), calls),) = run_ranks(
-        with_calls, 0, train_on_t20, str(tmp_path), environ=FOUR_DEVICES
+    """On stand-ins of the vendor's cards, which are lazy devices of another package."""
+    import t20_card
+
+    one, two = (
+        train('classifier', 'gcu', tmp_path / str(count), count, optim_wrapper__clip_grad=CLIP)
+        for count in (1, 2)
     )
     assert two['devices'] == ['xla:0', 'xla:1']
     assert largest_difference(one['weights'], two['weights']) <= TOLERANCE
-    assert calls['sync_lived_tensor'] > 0
+    assert t20_card.calls['sync_lived_tensor'] > 0
 
 
 def test_two_ranks_of_two_devices_are_one_device_with_all_the_data(tmp_path):

@@ -8,14 +8,14 @@ from tests.ranks import run_ranks
 from tests.samples.jobs import exchange_on
 from tests.samples.test_exchange import check_found
 from tests.xla.executions import counts
-from tests.xla.t20 import with_calls
+from tests.xla.t20 import T20, with_calls
 
 pytestmark = pytest.mark.xla
 
 
 def test_eight_cards_of_a_t20():
     per_rank = [1, 0, 3, 1, 0, 2, 2, 0]
-    results = run_ranks(with_calls, 8, exchange_on, 'gcu', per_rank, timeout=280)
+    results = run_ranks(with_calls, 8, exchange_on, 'gcu', per_rank, timeout=280, **T20)
     for rank, (found, calls) in enumerate(results):
         check_found(found, rank, per_rank)
         assert found['device'] == f'xla:{rank}'

@@ -1,10 +1,13 @@
 """Batches of many shapes on a lazy device: what is compiled, what is said, what padding does."""
 
+import os
+
 import pytest
 
+from tests.columns import job_of
 from tests.ranks import in_ranks, run_ranks
 from tests.xla.shape_jobs import SIZES, segmentor, train
-from tests.xla.t20 import with_calls
+from tests.xla.t20 import T20
 
 pytestmark = pytest.mark.xla
 
@@ -103,37 +106,23 @@ def test_losses_with_padding_are_those_of_the_host_without():
         assert padded[name] == pytest.approx(value, rel=1e-5)
 
 
-def train_on_t20(work_dir):
+@in_ranks(**dict(T20, environ=dict(TOPS_VISIBLE_DEVICES='0')))
+def test_a_t20_tells_its_compilations_or_nothing_is_said(tmp_path):
     import torch_gcu
 
-    told = train(work_dir, kind='gcu')
+    (told,) = train(tmp_path, kind='gcu')['warnings']
     torch_gcu.metrics_report = lambda: 'a report of another release'
-    return told, train(work_dir, kind='gcu')
-
-
-def test_a_t20_tells_its_compilations_or_nothing_is_said(tmp_path):
-    ((found, _),) = run_ranks(
-        with_calls, 0, train_on_t20, tmp_path, environ=dict(TOPS_VISIBLE_DEVICES='0')
-    )
-    reported, unknown = found
-    (told,) = reported['warnings']
+    unknown = train(tmp_path, kind='gcu')
     assert 'in 3 of 3 iterations' in told
     assert unknown['warnings'] == []
     assert unknown['logged'] is None
 
 
-def train_rank(work_dir):
-    """Each rank has other sizes, and so other buckets at times."""
-    import os
-
-    rank = int(os.environ['RANK'])
-    sizes = SIZES if rank == 0 else [(10, 12)]
-    return train(work_dir, pad_to=BUCKETS, dataset=dict(sizes=sizes), count=48)
-
-
+@in_ranks(2, **job_of('xla'))
 def test_ranks_may_take_different_buckets(tmp_path):
-    found = run_ranks(train_rank, 2, tmp_path, environ=dict(CPU_NUM_DEVICES='2'))
-    for result in found:
-        assert compiled_after(result, 8) == 0
-        assert result['warnings'] == []
-    assert len(found[0]['losses']) == 12
+    """Each rank has other sizes, and so other buckets at times."""
+    sizes = SIZES if os.environ['RANK'] == '0' else [(10, 12)]
+    result = train(tmp_path, pad_to=BUCKETS, dataset=dict(sizes=sizes), count=48)
+    assert compiled_after(result, 8) == 0
+    assert result['warnings'] == []
+    assert len(result['losses']) == 12

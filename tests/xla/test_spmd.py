@@ -1,6 +1,6 @@
 """One process that drives all chips trains what one process with the whole batch trains."""
 
-from functools import partial
+from functools import lru_cache, partial
 
 import pytest
 
@@ -40,66 +40,57 @@ def reference(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('whole')
-    (found,) = run_ranks(
-        partial(train_rows_on_chips, sharding=False), 0, WHOLE, folder, **TWO_CHIPS
-    )
-    return found
+def trained(tmp_path_factory):
+    """What all chips of a process train with whole weights, and with divided ones."""
+
+    @lru_cache(maxsize=None)
+    def of(job):
+        names, changes = (DIVIDED, SAVED) if job == 'divided' else (WHOLE, dict(sharding=False))
+        train = partial(train_rows_on_chips, **changes)
+        (found,) = run_ranks(train, 0, names, tmp_path_factory.mktemp(job), **TWO_CHIPS)
+        return found
+
+    return of
 
 
-@pytest.fixture(scope='module')
-def divided(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('divided')
-    (found,) = run_ranks(partial(train_rows_on_chips, **SAVED), 0, DIVIDED, folder, **TWO_CHIPS)
-    return found
+every_row = pytest.mark.parametrize(
+    ('job', 'name'),
+    [*(('whole', name) for name in WHOLE), *(('divided', name) for name in DIVIDED)],
+)
 
 
-@pytest.mark.parametrize('name', WHOLE)
-def test_weights_are_those_of_one_process(whole, reference, name):
-    difference = largest_difference(whole[name]['weights'], reference[name]['weights'])
+@every_row
+def test_weights_are_those_of_one_process(trained, reference, job, name):
+    difference = largest_difference(trained(job)[name]['weights'], reference[name]['weights'])
     assert difference < ROWS[name].tolerance
 
 
-@pytest.mark.parametrize('name', DIVIDED)
-def test_divided_weights_are_those_of_one_process(divided, reference, name):
-    difference = largest_difference(divided[name]['weights'], reference[name]['weights'])
-    assert difference < ROWS[name].tolerance
+@every_row
+def test_an_iteration_is_one_execution(trained, job, name):
+    assert trained(job)[name]['executions'] == [(1, 0)] * 5
 
 
-@pytest.mark.parametrize('name', WHOLE)
-def test_an_iteration_is_one_execution(whole, name):
-    assert whole[name]['executions'] == [(1, 0)] * 5
-
-
-@pytest.mark.parametrize('name', DIVIDED)
-def test_an_iteration_with_divided_weights_is_one_execution(divided, name):
-    assert divided[name]['executions'] == [(1, 0)] * 5
-
-
-def test_a_chip_holds_its_part_of_divided_weights_and_states(divided, whole):
-    for share in divided['adamw']['shares']:
+def test_a_chip_holds_its_part_of_divided_weights_and_states(trained):
+    for share in trained('divided')['adamw']['shares']:
         assert share == pytest.approx(1 / CHIPS, abs=0.01)
-    assert whole['clip_norm']['shares'] == (1, 1)
+    assert trained('whole')['clip_norm']['shares'] == (1, 1)
 
 
 def test_a_training_goes_on_from_its_file_and_from_that_of_one_process(
-    tmp_path, tmp_path_factory, divided, reference
+    tmp_path, tmp_path_factory, trained, reference
 ):
+    whole = trained('divided')['adamw']['weights']
     path = next(tmp_path_factory.getbasetemp().glob('divided*/adamw/iter_10.pth'))
     (again,) = run_ranks(train_row_from, 0, 'adamw', 'spmd', tmp_path, path, **TWO_CHIPS)
-    assert largest_difference(again['weights'], divided['adamw']['weights']) == 0
+    assert largest_difference(again['weights'], whole) == 0
     # One process reads it, and N ranks do, which read the same state.
-    (on_cpu,) = run_ranks(train_row_from, 0, 'adamw', 'cpu', tmp_path / 'cpu', path)
-    assert largest_difference(on_cpu['weights'], reference['adamw']['weights']) < 1e-5
-    for rank in run_ranks(train_row_from, 2, 'adamw', 'cpu', tmp_path / 'ranks', path):
-        assert largest_difference(rank['weights'], reference['adamw']['weights']) < 1e-5
+    others = run_ranks(train_row_from, 0, 'adamw', 'cpu', tmp_path / 'cpu', path)
+    others += run_ranks(train_row_from, 2, 'adamw', 'cpu', tmp_path / 'ranks', path)
     run_ranks(train_saving, 0, 'adamw', 'cpu', tmp_path / 'saved')
     path = tmp_path / 'saved' / 'adamw' / 'iter_10.pth'
-    (on_chips,) = run_ranks(
-        train_row_from, 0, 'adamw', 'spmd', tmp_path / 'chips', path, **TWO_CHIPS
-    )
-    assert largest_difference(on_chips['weights'], reference['adamw']['weights']) < 1e-5
+    others += run_ranks(train_row_from, 0, 'adamw', 'spmd', tmp_path / 'chips', path, **TWO_CHIPS)
+    for found in others:
+        assert largest_difference(found['weights'], reference['adamw']['weights']) < 1e-5
 
 
 def _train_undivided(folder):

@@ -7,8 +7,9 @@ import sys
 import pytest
 from mmengine.registry import RUNNERS
 
+from tests.columns import job_of
 from tests.jobs import PATHS, PLAIN, digits_config
-from tests.ranks import errors_of_ranks, in_ranks, run_ranks
+from tests.ranks import in_ranks, run_ranks
 from tests.xla.executions import cost_of, train_counted
 
 pytestmark = pytest.mark.xla
@@ -57,19 +58,15 @@ def test_detection_prefers_xla_only_where_pjrt_was_asked_for(asked_for, chosen):
     assert printed.stdout.splitlines()[-1] == f"{chosen} ['xla', 'cpu']"
 
 
-def wrap_in_ddp():
+@in_ranks(2, **job_of('xla'))
+def test_stock_ddp_refuses_tensors_of_a_lazy_device():
     from torch import distributed as torch_dist, nn
     from torch.nn.parallel import DistributedDataParallel
 
     torch_dist.init_process_group('gloo')
-    device = f'xla:{os.environ["LOCAL_RANK"]}'
-    DistributedDataParallel(nn.Linear(2, 2).to(device))
-
-
-def test_stock_ddp_refuses_tensors_of_a_lazy_device():
-    errors = errors_of_ranks(wrap_in_ddp, 2, environ=dict(CPU_NUM_DEVICES='2'), together=True)
-    assert any('invalid tensor type' in message for _, message in errors.values())
-    assert 'xla' in errors[1][1]
+    layer = nn.Linear(2, 2).to(f'xla:{os.environ["LOCAL_RANK"]}')
+    with pytest.raises(RuntimeError, match='invalid tensor type.*xla'):
+        DistributedDataParallel(layer)
 
 
 def count_executions(work_dir, accumulative_counts):
@@ -83,25 +80,17 @@ def count_executions(work_dir, accumulative_counts):
     return cost_of(train_counted(RUNNERS.build(cfg))[11:])
 
 
-def test_two_executions_an_iteration_and_no_recompilation(tmp_path):
+@pytest.mark.parametrize(
+    ('ranks', 'accumulative_counts', 'expected'), [(0, 1, {1}), (2, 1, {2}), (2, 2, {1, 2})]
+)
+def test_executions_of_an_iteration_and_no_recompilation(
+    tmp_path, ranks, accumulative_counts, expected
+):
     # A real run of MMEngine's, with its logging and a scheduler that changes the rate each time.
+    job = job_of('xla', ranks)
     for executions, compilations in run_ranks(
-        count_executions, 2, tmp_path, 1, environ=dict(CPU_NUM_DEVICES='2')
+        count_executions, ranks, tmp_path, accumulative_counts, **job
     ):
         assert len(executions) >= 30
-        assert set(executions) == {2}
-        assert compilations == 0
-
-
-def test_one_execution_in_a_single_process(tmp_path):
-    ((executions, compilations),) = run_ranks(count_executions, 0, tmp_path, 1)
-    assert set(executions) == {1}
-    assert compilations == 0
-
-
-def test_accumulation_adds_no_execution(tmp_path):
-    for executions, compilations in run_ranks(
-        count_executions, 2, tmp_path, 2, environ=dict(CPU_NUM_DEVICES='2')
-    ):
-        assert set(executions) == {1, 2}
+        assert set(executions) == expected
         assert compilations == 0

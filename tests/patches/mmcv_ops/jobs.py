@@ -2,9 +2,7 @@
 
 import os
 import re
-import sys
 import traceback
-from pathlib import Path
 
 import torch
 
@@ -17,13 +15,9 @@ from tests.patches.mmcv_ops import checks
 from tests.patches.mmcv_ops.cases import Tensors, run_case
 from tests.xla.executions import counts
 
-T20_STANDIN = str(Path(__file__).parents[3] / 'standins' / 't20')
-
 
 def prepare(accelerator):
     """Install what stands in for a device, and make it this process's accelerator."""
-    if accelerator == 'gcu':
-        sys.path.insert(0, T20_STANDIN)
     install_card(accelerator)
     chosen = get_accelerator(accelerator)
     set_device_context(DeviceContext(chosen, 'a test', chosen.device(0), final=False))

@@ -19,16 +19,13 @@ import torch
 from mmdevplug import init_device
 from mmdevplug.patches.mmcv_ops import host_use, restore_mmcv_ops
 from mmdevplug.patches.mmcv_ops.host_call import OUTPUTS
+from tests.columns import GCU, XLA, job_of
 from tests.jobs import install_card, needs_bfloat16
 from tests.patches.mmcv_ops import checks, jobs
 from tests.patches.mmcv_ops.cases import CASES
 from tests.patches.mmcv_ops.detector import train_detector
-from tests.ranks import errors_of_ranks, in_ranks, run_ranks
+from tests.ranks import check_errors, errors_of_ranks, in_ranks, run_ranks
 
-LAZY = [pytest.param(name, marks=pytest.mark.xla) for name in ('xla', 'gcu')]
-ENVIRON = dict(
-    zeta={}, xla=dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES='2'), gcu=dict(TOPS_VISIBLE_DEVICES='0,1')
-)
 #: Layers that compute on the device too, which rounds in its own way.
 ON_THE_DEVICE = ('saconv', 'multi_scale_deformable_attention')
 #: mmcv brings the operands of these to the host by itself, on every device.
@@ -56,8 +53,8 @@ def found_on(accelerator):
         for name in CASES
         if accelerator == 'zeta' or (name not in ABORTS_ON_XLA and is_run(name, accelerator))
     ]
-    environ = ENVIRON[accelerator]
-    (found,) = run_ranks(jobs.compare_cases, 0, accelerator, names, environ=environ, timeout=280)
+    job = job_of(accelerator, 0)
+    (found,) = run_ranks(jobs.compare_cases, 0, accelerator, names, timeout=280, **job)
     _write(accelerator, same=_same_bits(found))
     return found
 
@@ -87,7 +84,7 @@ def _write(accelerator, **results):
     ('name', 'accelerator'),
     [
         pytest.param(name, *param.values, marks=param.marks)
-        for param in (pytest.param('zeta'), *LAZY)
+        for param in (pytest.param('zeta'), XLA, GCU)
         for name in CASES
         if is_run(name, *param.values)
     ],
@@ -121,9 +118,9 @@ def test_every_operator_has_a_case_or_no_kernel_for_the_cpu():
     assert not wrong
 
 
-@pytest.mark.parametrize('accelerator', LAZY)
+@pytest.mark.parametrize('accelerator', [XLA, GCU])
 def test_a_forward_is_one_execution(accelerator):
-    (found,) = run_ranks(jobs.count_executions, 0, accelerator, environ=ENVIRON[accelerator])
+    (found,) = run_ranks(jobs.count_executions, 0, accelerator, **job_of(accelerator, 0))
     assert len(found) == 5
     assert set(found.values()) == {1}, found
 
@@ -156,10 +153,9 @@ def test_check(checked, name):
 
 def test_all_ranks_stop_together():
     errors = errors_of_ranks(jobs.stop_where_one_rank_needs_the_host, 2, together=True)
-    assert errors[1][0] == 'ModelError'
-    assert errors[0][0] == 'RankFailedError'
-    for _, message in errors.values():
-        assert 'roi_pool_forward has no kernel for zeta:1' in message
+    told = 'roi_pool_forward has no kernel for zeta:1'
+    check_errors({1: errors.pop(1)}, 'ModelError', told)
+    check_errors(errors, 'RankFailedError', told)
 
 
 class Hidden:
@@ -204,10 +200,10 @@ def test_faster_rcnn_trains_on_the_cpu_in_bfloat16(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)  # torch_xla compiles many graphs
-@pytest.mark.parametrize('accelerator', ['zeta', pytest.param('xla', marks=pytest.mark.xla)])
+@pytest.mark.parametrize('accelerator', ['zeta', XLA])
 def test_faster_rcnn_trains_and_detects_as_on_the_cpu(accelerator, detector_on_cpu, tmp_path):
-    environ = ENVIRON[accelerator]
-    (found,) = run_ranks(train_detector, 0, accelerator, tmp_path, environ=environ, timeout=580)
+    job = job_of(accelerator, 0)
+    (found,) = run_ranks(train_detector, 0, accelerator, tmp_path, timeout=580, **job)
     for expected, got in zip(detector_on_cpu['losses'], found['losses']):
         assert got == pytest.approx(expected, abs=1e-4)
     assert len(found['losses']) == 2
