@@ -112,7 +112,7 @@ def _dense(tensor):
 
 def _states_to_save():
     made = {name: make() for name, make in STATES.items()}
-    if torch_before('1.13.0'):
+    if torch_before('2.0.0'):
         # `torch.save` writes the memory of such a view, and not that its values are conjugated.
         del made['conjugated']
     return made
