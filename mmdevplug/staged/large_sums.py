@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .group_base import GroupBase
 
 
-# What is made in a caller's inference mode, gloo of PyTorch 2.1 cannot write to from its threads.
-@torch.inference_mode(False)
 def share_sums(group: 'GroupBase', device_type: str) -> Optional[SharedSums]:
     """Return where a group adds up large tensors; None on all ranks if they cannot share memory.
 
@@ -26,7 +24,9 @@ def share_sums(group: 'GroupBase', device_type: str) -> Optional[SharedSums]:
     """
 
     def gather(value: object) -> List[object]:
-        return _gather_json(value, group.gloo, group.size())
+        # To what a caller's inference mode makes, gloo of PyTorch 2.1 cannot write in its threads.
+        with torch.inference_mode(False):
+            return _gather_json(value, group.gloo, group.size())
 
     rank = group.rank()
     # Page-locked memory cannot be shared, and copies to it make up for that.
