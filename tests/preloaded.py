@@ -21,7 +21,11 @@ for name in (
     'mmdevplug.hooks.preemption_hook',
     'mmdevplug.hooks.safe_checkpoint_hook',
     'mmdevplug.model.loss_path',
+    'mmdevplug.model_parallel',
     'mmdevplug.patches.runner_type',
+    'mmdevplug.sharding',
+    'mmdevplug.sharding.find_blocks',
+    'mmdevplug.staged.large_sums',
     'torch.distributed.algorithms.ddp_comm_hooks',
 ):
     import_module(name)
