@@ -23,7 +23,6 @@ for name in (
     'mmdevplug.model.loss_path',
     'mmdevplug.model_parallel',
     'mmdevplug.patches.runner_type',
-    'mmdevplug.sharding',
     'mmdevplug.sharding.find_blocks',
     'mmdevplug.staged.large_sums',
     'torch.distributed.algorithms.ddp_comm_hooks',

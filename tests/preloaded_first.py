@@ -13,8 +13,6 @@ import torch.utils.cpp_extension  # noqa: F401
 import torch.utils.data  # noqa: F401
 from torch.utils.data import _utils as loading
 
-QUICK = str(Path(__file__).parents[1] / 'standins' / 'quick')
-
 # An iterator that is garbage cannot tell its workers to end: they notice when they look.
 loading.MP_STATUS_CHECK_INTERVAL = loading.worker.MP_STATUS_CHECK_INTERVAL = 0.5
 
@@ -22,10 +20,10 @@ loading.MP_STATUS_CHECK_INTERVAL = loading.worker.MP_STATUS_CHECK_INTERVAL = 0.5
 for name in ('sklearn.gaussian_process', 'sklearn.mixture'):
     sys.modules[name] = None
 
-# Formatting a config, which a training does five times, takes it longer than a step.
-sys.path.insert(0, QUICK)
+# Ranks format no configs. Python hands them the paths of the tests, not those of PYTHONPATH.
+sys.path.insert(0, str(Path(__file__).parents[1] / 'standins' / 'quick'))
 import_module('yapf.yapflib.yapf_api')
-sys.path.remove(QUICK)
+del sys.path[0]
 
 for name in ('cv2', 'torch._dynamo'):  # the compiler, from PyTorch 2 on, by the first optimizer
     if find_spec(name) is not None:

@@ -1,6 +1,7 @@
-"""On PYTHONPATH, MMEngine formats no config, which takes half of a small training.
+"""On PYTHONPATH, and in ranks of tests, MMEngine formats no config.
 
-It does so five times in each: for the log, the dump, the checkpoint and the visualizer.
+That takes half of a small training. It does so five times in each: for the log, the dump, the
+checkpoint and the visualizer.
 """
 
 __version__ = '0.43.0'
