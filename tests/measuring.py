@@ -35,7 +35,7 @@ def measured(function, args):
 
 def _follow_backward():
     """Trace methods that backward calls, in whichever thread it runs."""
-    from mmdevplug.gradients import ddp_hook, lazy_staging, nonfinite
+    from mmdevplug.gradients import ddp_hook, lazy_staging
     from mmdevplug.model import normalize, statistics_exchange
     from mmdevplug.staged import (
         group_base,
@@ -48,7 +48,7 @@ def _follow_backward():
 
     groups = (group_base, staged_group, reductions, shared_sum, work)
     staging = (lazy_staging, host_buffers, *groups)
-    for module in (ddp_hook, nonfinite, statistics_exchange, normalize, *staging):
+    for module in (ddp_hook, statistics_exchange, normalize, *staging):
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__:
                 _follow_methods(kind)
