@@ -275,9 +275,11 @@ def _judge_counts(ranks: List[Dict[str, Facts]]) -> List[Tuple[str, str, int]]:
             continue
         # The rank with the fewest and some with more.
         order = sorted(range(len(counts)), key=lambda rank: (counts[rank], rank))
+        sources = [f' of {each["dataset"]}' for each in facts]
+        shared = sources[0] if len(set(sources)) == 1 else ''
         listed = '; '.join(
-            f'rank {rank} has {counts[rank]} ({facts[rank]["size"]} samples of '
-            f'{facts[rank]["dataset"]})'
+            f'rank {rank} has {counts[rank]} ({facts[rank]["size"]} samples'
+            f'{"" if shared else sources[rank]})'
             for rank in [*order[: MAX_LISTED - 1], *order[MAX_LISTED - 1 :][-1:]]
         )
         remedy = (
@@ -291,8 +293,8 @@ def _judge_counts(ranks: List[Dict[str, Facts]]) -> List[Tuple[str, str, int]]:
                 'DefaultSampler with round_up=True, or evaluate without sharding.'
             )
         message = (
-            f'ranks have different numbers of batches, and would wait in the middle of an '
-            f'epoch: {listed}. {remedy}'
+            f'ranks have different numbers of batches{shared}, and would wait in the middle of '
+            f'an epoch: {listed}. {remedy}'
         )
         found.append((name, message, order[0]))
     return found
