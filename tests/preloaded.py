@@ -31,6 +31,10 @@ for name in (
 if find_spec('torch.utils.serialization') is not None:  # since PyTorch 2.5
     import_module('torch.utils.serialization')
 
+# Reading their table takes longer than an epoch of most tests.
+if find_spec('sklearn') is not None:
+    import_module('mmdevplug.examples.digits')._read_digits()
+
 # What is there before a fork is not looked through again by each process.
 gc.freeze()
 # Python's own, which standins/quick changed for these imports: ranks' memory is measured.

@@ -1,5 +1,6 @@
 """Handwritten digits: 1,797 real images of 8 by 8 pixels, which come with scikit-learn."""
 
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple, Union
@@ -12,6 +13,7 @@ from mmengine.registry import DATASETS, METRICS, MODELS
 from torch import Tensor, nn
 
 
+@lru_cache(maxsize=None)
 def _read_digits() -> Tuple[np.ndarray, np.ndarray]:
     """Images of 64 numbers between 0 and 16, and their digits.
 
