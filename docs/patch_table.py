@@ -47,6 +47,8 @@ _LISTED = {
         'torch.Tensor: type',
         'torch.amp.autocast_mode.autocast: __init__ __enter__',
         'torch.amp.autocast_mode: torch _cast',
+        'torch: histc',
+        'torch.Tensor: histc',
         'torch: index_select mean sum var std amax amin cumsum count_nonzero clamp clip reshape '
         'flatten norm arange where pixel_shuffle',
         'torch.Tensor: index_select mean sum var std amax amin cumsum count_nonzero clamp clip '
@@ -288,6 +290,14 @@ REASONS_EN = {
         ),
     ),
     **dict.fromkeys(
+        _both('histc'),
+        (
+            'In float32 a bin stops at 16,777,216, on the CPU for each of its threads: metrics of '
+            'mmseg and mmdet count fewer pixels than a large image has.',
+            'PyTorch counts in whole numbers.',
+        ),
+    ),
+    **dict.fromkeys(
         _both('index_select'),
         (
             'torch_xla 2.9 aborts the process if `sort` or `topk` returned the indices.',
@@ -454,6 +464,14 @@ REASONS = {
             'torch_xla 2.9 用 bfloat16 累加 bfloat16：28 × 28 及更多元素的均值与总和'
             '最多偏小三分之一。',
             'XLA 的 CPU 编译器用 float32 累加。',
+        ),
+    ),
+    **dict.fromkeys(
+        _both('histc'),
+        (
+            '使用 float32 时，一个区间数到 16,777,216 就不再增加（CPU 上每个线程各自如此）：'
+            'mmseg 和 mmdet 的指标在大图上会少数像素。',
+            'PyTorch 用整数计数。',
         ),
     ),
     **dict.fromkeys(

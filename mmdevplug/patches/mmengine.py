@@ -26,6 +26,7 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patching import JOB, KEPT, patch_symbol, restore_patches
 
 from .autocast import patch_autocast, patch_cuda_autocast
+from .histogram import patch_histograms
 from .metric_results import patch_result_collection
 from .module_device import patch_cuda_calls
 from .torch_load import safe_loading
@@ -53,6 +54,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     - Averaged weights (``EMAHook``) have memory of their own on torch_xla.
     - ``tensor.type()`` names the tensors of torch_xla, also on a T20, and casts to these names;
       ``index_select`` takes indices that ``sort`` returns.
+    - ``torch.histc`` counts more than 16 million equal numbers, as pixels of a large image are.
     - ``tensor.cuda()`` moves to it, where there is no CUDA.
 
     Args:
@@ -76,6 +78,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
         _find_npu()
     patch_device_id()
     patch_result_collection()
+    patch_histograms()
     _register_loaders(safe=True)
     patch_symbol(checkpoint_functions, 'load_state_dict', _load_state_dict)
     if chosen.device_type not in _KNOWN:

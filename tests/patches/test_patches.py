@@ -124,7 +124,7 @@ OF_XLA = {
     symbol.name
     for symbol in PATCHED_SYMBOLS
     if symbol.period == page.JOB and symbol.owner in ('torch', 'torch.nn.functional')
-} | {'contiguous', 'reshape_as'}
+} - {'histc'} | {'contiguous', 'reshape_as'}
 INDICES = ('BoolTypeTensor', 'LongTypeTensor', 'IndexType')
 
 
