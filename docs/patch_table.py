@@ -62,6 +62,7 @@ _LISTED = {
         'mmagic.models.utils.model_utils: get_module_device',
         'mmgen.models.architectures.common: get_module_device',
         'mmrazor.models.utils.utils: get_module_device',
+        'mmseg.models.losses.focal_loss.FocalLoss: forward',
     ),
     LAZY_MODEL: ('mmseg.models.losses.accuracy: accuracy', 'torch: _shape_as_tensor'),
     AUTOCAST: ('mmengine.runner.amp.autocast: __code__',),
@@ -315,6 +316,10 @@ REASONS_EN = {
         'It refuses devices that MMEngine does not list, or casts for the CPU.',
         'MMEngine passes the device type on to `torch.autocast`.',
     ),
+    'mmseg.models.losses.focal_loss.FocalLoss.forward': (
+        'On any device but CUDA it fails for labels: it takes one column of their one-hot code.',
+        'mmseg takes all columns, `target[:, :num_classes]`.',
+    ),
     'mmseg.models.losses.accuracy.accuracy': (
         'Indexing with a mask makes a lazy device compile every iteration.',
         'mmseg multiplies with the mask.',
@@ -487,6 +492,10 @@ REASONS = {
     'mmengine.runner.amp.autocast.__code__': (
         '它拒绝 MMEngine 未列出的设备，或转而在 CPU 上转换精度。',
         'MMEngine 将设备类型传给 `torch.autocast`。',
+    ),
+    'mmseg.models.losses.focal_loss.FocalLoss.forward': (
+        '在 CUDA 以外的任何设备上，标签会使它报错：它只取了 one-hot 编码的一列。',
+        'mmseg 取所有列，即 `target[:, :num_classes]`。',
     ),
     'mmseg.models.losses.accuracy.accuracy': (
         '用掩码作索引使惰性设备每次迭代都要编译。',

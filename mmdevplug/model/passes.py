@@ -99,7 +99,11 @@ def spread(model: nn.Module, job: Preparation) -> nn.Module:
 
 
 def patch_device_queries(model: nn.Module, job: Preparation) -> nn.Module:
-    """Patch functions with which repositories ask for the device of a model."""
+    """Patch functions that ask for CUDA and, without it, do what is wrong on other devices."""
+    if job.device.type != 'cuda':
+        from mmdevplug.patches.mmseg import patch_focal_loss
+
+        patch_focal_loss()
     if job.device.type not in ('cpu', 'cuda'):
         from mmdevplug.patches.module_device import patch_module_device
 
