@@ -2,7 +2,7 @@
 
 import inspect
 
-import coverage
+import pytest
 
 from mmdevplug.gradients import ddp_hook
 from tests.jobs import ROOT, need_card, train_digits
@@ -12,6 +12,7 @@ from tests.ranks import run_ranks
 
 def test_lines_that_backward_runs_in_threads_of_pytorch_are_counted(tmp_path):
     need_card()
+    coverage = pytest.importorskip('coverage')
     counted = tmp_path / '.coverage'
     variables = {SETTINGS: str(ROOT / 'pyproject.toml'), 'COVERAGE_FILE': str(counted)}
     run_ranks(train_digits, 2, 'zeta', str(tmp_path / 'job'), environ=variables)

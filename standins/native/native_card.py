@@ -120,6 +120,18 @@ TPU = ZETA._replace(
 )
 
 
+#: Registrations last as long as this.
+_KEPT: List[Any] = []
+
+
+def _let_autograd_pass() -> None:
+    """Let operators without a derivative reach the card, as vendors do where PyTorch does not."""
+    key = 'AutogradPrivateUse1'
+    if not torch._C._dispatch_has_computed_kernel_for_dispatch_key('c10d::allreduce_', key):
+        _KEPT.append(torch._C._dispatch_library('IMPL', '_', key))
+        _KEPT[0].fallback_fallthrough()
+
+
 def install(vendor: Vendor) -> types.ModuleType:
     """Make the devices of a vendor, its module of torch and its backend.
 
@@ -132,6 +144,7 @@ def install(vendor: Vendor) -> types.ModuleType:
     module = card.install(vendor.name, count=_visible_devices(vendor))
     _complete_module(module, vendor)
     extension = card.build_extension('native_group', GROUP)
+    _let_autograd_pass()
 
     def make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
         host = torch_dist.ProcessGroupGloo(store, rank, size, timeout)

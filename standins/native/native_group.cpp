@@ -104,8 +104,10 @@ class NativeGroup final : public c10d::Backend {
       : Backend(rank, size), host_(std::move(host)), vendor_(std::move(vendor)) {}
 
   const std::string getBackendName() const override { return vendor_.backend; }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
   bool supportsCoalescing() const override { return true; }
   void setTimeout(std::chrono::milliseconds timeout) override { host_->setTimeout(timeout); }
+#endif
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
