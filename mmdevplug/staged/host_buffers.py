@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from mmdevplug.utils.torch_compat import is_at_least, is_functional, view_as_dtype
+from mmdevplug.utils.torch_compat import (
+    UNSCALES_ON_HOST,
+    is_at_least,
+    is_functional,
+    view_as_dtype,
+)
 
 #: Types that are added up in a wider one and rounded once.
 _WIDER: Dict[torch.dtype, torch.dtype] = {torch.int16: torch.int32, torch.bool: torch.int32}
@@ -234,7 +239,7 @@ def scale(flat: Tensor, factor: float) -> bool:
         finite = scale(exact, factor)
         flat.copy_(exact)
         return finite and is_finite(flat.to(torch.float32))
-    if is_at_least('2.4') and flat.dtype != torch.float64:  # the gradient scaler's, on the CPU
+    if UNSCALES_ON_HOST and flat.dtype != torch.float64:
         found = torch.zeros(1, dtype=torch.float32, device=flat.device)
         factor_there = torch.tensor([factor], dtype=torch.float32, device=flat.device)
         torch._amp_foreach_non_finite_check_and_unscale_([flat], found, factor_there)

@@ -26,6 +26,8 @@ def is_at_least(release: str) -> bool:
 
 
 # Each is true from the release on that it names.
+#: Whether the operator of gradient scalers takes tensors of the CPU.
+UNSCALES_ON_HOST = is_at_least('2.4.0')
 #: Whether a data loader asks its data set for ``__getitems__``.
 ASKS_FOR_BATCHES = is_at_least('1.13.0')
 #: Whether several threads may use one connection of a ``TCPStore``.
