@@ -33,6 +33,7 @@ def test_few_numbers_are_counted_as_by_pytorch(patched):
     assert torch.histc(numbers, 4, 0, 1, out=out).sum() == 1000 == out.sum()
 
 
+@pytest.mark.operators
 def test_mmseg_measures_an_image_of_twenty_million_pixels(patched):
     need_mmcv_operators()
     from mmseg.evaluation import IoUMetric
