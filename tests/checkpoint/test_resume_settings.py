@@ -2,6 +2,7 @@
 
 import pytest
 
+from mmdevplug.checkpoint.resume_settings import counted_epochs
 from mmdevplug.errors import CheckpointError
 from tests.checkpoint.changed_settings import (
     CASES,
@@ -144,3 +145,18 @@ def test_a_finished_run_says_so_or_becomes_longer(tmp_path):
     check(found, run(tmp_path / 'whole', case.after)[0], 20)
     assert len(said) == 1
     assert 'train_cfg.max_epochs: checkpoint 4, config 6 (taken)' in said[0]
+
+
+@pytest.mark.parametrize(
+    ('saved', 'counted'),
+    [
+        (dict(counts_epochs=False, cfg='train_cfg = dict(by_epoch=True)'), False),
+        (dict(cfg="a = 1\ntrain_cfg = dict(max_iters=9, type='IterBasedTrainLoop')"), False),
+        (dict(cfg='train_cfg = dict(\n    by_epoch=True, max_epochs=3)\nb = 2'), True),
+        (dict(cfg="train_cfg = dict(type='MyLoop')"), None),
+        (dict(cfg='train_cfg = None'), None),
+        ({}, None),
+    ],
+)
+def test_whether_a_checkpoint_of_mmengine_counts_epochs(saved, counted):
+    assert counted_epochs(saved) is counted

@@ -1,9 +1,13 @@
 """Each part of MMEngine with a state trains, is interrupted twice, and ends with the same bits."""
 
 from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
+from mmengine.dist import get_rank
+from torch import nn
 
+from mmdevplug.checkpoint.participants import RankBuffers
 from mmdevplug.checkpoint.reading import read_checkpoint
 from tests.checkpoint.kept_cases import KEPT
 from tests.checkpoint.resume_cases import (
@@ -15,7 +19,7 @@ from tests.checkpoint.resume_cases import (
     scheduled,
 )
 from tests.checkpoint.resuming import differences, quickly, start
-from tests.jobs import log_of
+from tests.jobs import log_of, start as start_ranks
 from tests.ranks import in_ranks
 
 
@@ -86,3 +90,14 @@ def test_weights_outside_of_the_model_that_change_are_named(tmp_path, momentum):
     named = 'hook Teacher/1.teacher.weights and buffers (HidesTeacher)'
     log = log_of(tmp_path)
     assert (log.count(named), log.count('weights and buffers')) == ((1, 1) if momentum else (0, 0))
+
+
+@in_ranks(2)
+def test_buffers_of_another_model_are_left_as_they_are():
+    start_ranks()
+    saved, found = nn.BatchNorm1d(2), nn.BatchNorm1d(3)
+    buffers = RankBuffers(SimpleNamespace(model=found, hooks=[]))
+    buffers.load_state_dict(RankBuffers(SimpleNamespace(model=saved, hooks=[])).state_dict())
+    said = 'the model has other buffers than the checkpoint'
+    assert buffers.inexact == (said if get_rank() else '')  # those of rank 0 are among the weights
+    assert found.running_mean.tolist() == [0, 0, 0]
