@@ -177,6 +177,9 @@ class Sharding(Placement):
         check = functools.partial(_check_gradients, optimizer, names, optim_wrapper)
         # Before clipping, which spreads NaN to all gradients, or passes over it.
         optim_wrapper.step = _before(optim_wrapper, check)
+        clip = getattr(optim_wrapper, 'clip_func', None)
+        if clip is not None:
+            optim_wrapper.clip_func = giving_whole(clip)
 
     def check_hooks(self, runner: AnyRunner) -> None:
         """Let a hook average the model, unless it needs whole weights that are not gathered."""
@@ -233,6 +236,17 @@ def _free_unless_training(model: nn.Module, *_: object) -> None:
     # FSDP2 keeps modules gathered for a backward pass, which does not come then.
     for part in model.modules() if not torch.is_grad_enabled() else ():
         getattr(part, 'reshard', list)()
+
+
+def giving_whole(clip: Callable) -> Callable:
+    """Gather the norm that is logged: PyTorch 2.9 takes the number of one rank's part for it."""
+
+    @functools.wraps(clip)
+    def clipped(*args: Any, **kwargs: Any) -> Any:
+        norm = clip(*args, **kwargs)
+        return norm.full_tensor() if is_sharded(norm) else norm
+
+    return clipped
 
 
 def _before(optim_wrapper: AnyOptimWrapper, check: Callable[[], None]) -> Callable[..., object]:

@@ -9,11 +9,12 @@ from torch import distributed as torch_dist, nn
 
 from mmdevplug import init_device
 from mmdevplug.sharding.build import build_without_weights
+from mmdevplug.sharding.shard import giving_whole
 from mmdevplug.sharding.states import is_sharded
 from tests.columns import NATIVE, job_of
 from tests.jobs import need_peft
 from tests.parallel_jobs import build
-from tests.ranks import run_ranks
+from tests.ranks import in_ranks, run_ranks
 
 from .jobs import train_all
 
@@ -162,7 +163,7 @@ def test_blocks_in_bfloat16_leave_weights_in_float32(tmp_path):
     cases = [('twice', sharding, {}) for sharding in (True, dict(mixed_precision='bf16'))]
     plain, half = run_ranks(train_all, 2, cases, 'cpu', str(tmp_path), True)[0]
     assert {str(each.dtype) for each in half['weights'].values()} == {'torch.float32'}
-    torch.testing.assert_close(half['losses'], plain['losses'], rtol=0, atol=0.05)
+    torch.testing.assert_close(half['losses'], plain['losses'], rtol=0, atol=0.1)
     assert half['losses'] != plain['losses']
 
 
@@ -177,3 +178,16 @@ def draw_after_building(seeds):
 def test_ranks_of_one_seed_go_on_as_rank_0_and_others_by_themselves(seeds, equal):
     one, other = run_ranks(draw_after_building, 2, seeds)
     assert (one == other) is equal
+
+
+@in_ranks(2)
+def test_the_norm_that_clipping_returns_is_of_all_ranks():
+    init_device('pytorch', 'cpu')
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = init_device_mesh('cpu', (2,))
+    mine = torch.tensor(torch_dist.get_rank() + 1.0)
+    clip = giving_whole(lambda: DTensor.from_local(mine, mesh, [Partial()]))
+    assert float(clip()) == 3.0
+    assert giving_whole(lambda: mine)() is mine
