@@ -420,7 +420,8 @@ def test_it_needs_nothing_of_mmengine(tmp_path):
     own = ['', '.errors', '.staged', *(f'.staged.{name}' for name in MODULES)]
     own += ['.utils', '.utils.annotations', '.utils.host', '.utils.signals']
     own += ['.utils.torch_compat', '.version']
-    assert done.stdout.strip() == str([f'mmdevplug{name}' for name in own])
+    lines = [line for line in done.stdout.splitlines() if '[Gloo]' not in line]  # says 2.9
+    assert lines == [str([f'mmdevplug{name}' for name in own])]
     last = done.stderr.strip().splitlines()[-1]
     assert 'ModuleNotFoundError: mmdevplug extends MMEngine, and ' in last
 
