@@ -62,6 +62,14 @@ class Part(nn.Module):
         return x
 
 
+class Frozen(nn.Linear):
+    def state_dict(self, *args, **kwargs):
+        kept = super().state_dict(*args, **kwargs)
+        for name in ('weight', 'bias'):
+            kept.pop(kwargs['prefix'] + name)
+        return kept
+
+
 @MODELS.register_module()
 class Planted(BaseModel):
     def __init__(self, fault=None):
@@ -69,7 +77,8 @@ class Planted(BaseModel):
         self.fault = fault
         wrong = dict(elu_backward=elu_backward, softplus=softplus).get(fault)
         self.library = None if wrong is None else set_wrong(wrong)
-        self.first = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32))
+        linear = Frozen if fault == 'unsaved' else nn.Linear
+        self.first = nn.Sequential(nn.Flatten(), linear(64, 32), nn.BatchNorm1d(32))
         self.part = Part(fault)
         self.drop = nn.Dropout(0.5)
         self.last = nn.Linear(32, 10)
@@ -142,6 +151,13 @@ def test_an_operator_of_torch_xla_is_named(job):
 def test_what_is_equal_is_said(job, scope):
     where, path = job()
     path.write_text(f'{path.read_text()}\ndefault_scope = {scope!r}\n')
+    status, out, err = checked(path, **where)
+    assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
+    assert status == 0
+
+
+def test_weights_that_no_checkpoint_holds_are_compared(job):
+    where, path = job('unsaved')
     status, out, err = checked(path, **where)
     assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
     assert status == 0
