@@ -293,7 +293,7 @@ def _compute(
     scale = 1.0 if scaler is None else float(scaler.get_scale())
     with _without_dropout(model), watcher.watching(model):
         with nullcontext() if wrapper is None else wrapper.optim_context(model):
-            losses = model(**model.data_preprocessor(batch, True), mode='loss')
+            losses = model._run_forward(model.data_preprocessor(batch, True), mode='loss')
             loss = model.parse_losses(losses)[0]
         watcher.begin_backward()
         (loss * scale).backward()

@@ -94,6 +94,43 @@ class Planted(BaseModel):
         return dict(loss=nn.functional.cross_entropy(x, labels))
 """
 
+#: A loop that joins the batches of two loaders, and a model with a part for each.
+SEVERAL_LOADERS = """
+from mmengine.model import BaseModel
+from mmengine.registry import LOOPS, MODELS
+from mmengine.runner import EpochBasedTrainLoop
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+@LOOPS.register_module()
+class Joining(EpochBasedTrainLoop):
+    def __init__(self, runner, dataloader, other, max_epochs):
+        super().__init__(runner, dataloader, max_epochs)
+        self.other = runner.build_dataloader(other, seed=runner.seed)
+
+    def run_epoch(self):
+        self.runner.model.train()
+        for index, batch in enumerate(zip(self.dataloader, self.other)):
+            self.run_iter(index, batch)
+        self._epoch += 1
+
+
+@MODELS.register_module()
+class Joined(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(64, 10) for _ in range(2))
+
+    def _run_forward(self, data, mode):
+        return self(data, mode=mode)
+
+    def forward(self, batches, mode='loss'):
+        found = [part(each['inputs'].flatten(1)) for part, each in zip(self.parts, batches)]
+        losses = [cross_entropy(x, each['labels']) for x, each in zip(found, batches)]
+        return dict(loss=sum(losses))
+"""
+
 FAULTS = dict(
     output='the output of part (Part) is ',
     drawn='the output of part (Part) is ',
@@ -160,6 +197,28 @@ def test_weights_that_no_checkpoint_holds_are_compared(job):
     where, path = job('unsaved')
     status, out, err = checked(path, **where)
     assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
+    assert status == 0
+
+
+def test_a_loop_of_several_loaders_gives_the_batch(tmp_path):
+    need_card()
+    (tmp_path / 'several_loaders.py').write_text(SEVERAL_LOADERS)
+    lines = (
+        "model = dict(_delete_=True, type='Joined')\n"
+        "accelerator = dict(type='zeta')\n"
+        'val_cfg = val_dataloader = val_evaluator = None\n'
+        'test_cfg = test_dataloader = test_evaluator = None\n'
+        "data = dict(type='DigitsDataset', split='train')\n"
+        "sampler = dict(type='DefaultSampler', shuffle=True)\n"
+        "collate = dict(type='default_collate')\n"
+        'other = dict(batch_size=8, num_workers=0, dataset=data, sampler=sampler)\n'
+        'other.update(collate_fn=collate)\n'
+        "train_cfg = dict(_delete_=True, type='Joining', max_epochs=1, other=other)"
+    )
+    path = config(tmp_path, lines, ['fakecard_from_env', 'several_loaders'])
+    status, out, err = checked(path, folder=tmp_path, FAKECARD_NAME='zeta')
+    assert 'ok: outputs and gradients of 4 modules as on the CPU' in out, out + err
+    assert 'warning:' not in out
     assert status == 0
 
 
