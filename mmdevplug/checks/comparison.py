@@ -1,6 +1,7 @@
 """Compare a training step on a device with the same step on the CPU, module by module."""
 
 import copy
+import random
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import (
@@ -16,6 +17,7 @@ from typing import (
     Union,
 )
 
+import numpy as np
 import torch
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS, DefaultScope
@@ -281,6 +283,9 @@ def _compute(
     """Compute losses and gradients while a watcher follows; return the loss and its scale."""
     batch = copy.deepcopy(batch)
     torch.manual_seed(moved)
+    # What the host draws, such as the size of a batch, is equal on all devices.
+    random.seed(0)
+    np.random.seed(0)
     model.train()
     model.zero_grad()
     if moved:

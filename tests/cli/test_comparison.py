@@ -9,6 +9,8 @@ from tests.jobs import need_card
 
 #: Parts that compute otherwise on a card, as operators of vendors do.
 MODEL = """
+import random
+
 import torch
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS
@@ -84,6 +86,9 @@ class Planted(BaseModel):
         self.last = nn.Linear(32, 10)
 
     def forward(self, inputs, labels, mode='loss'):
+        if self.fault == 'sized':
+            size = random.randint(8, 60)
+            inputs, labels = inputs[:size], labels[:size]
         x = self.last(self.drop(self.part(self.first(inputs))).relu())
         if self.fault == 'own' and x.device.type != 'cpu':
             x = x * 1.3
@@ -193,8 +198,9 @@ def test_what_is_equal_is_said(job, scope):
     assert status == 0
 
 
-def test_weights_that_no_checkpoint_holds_are_compared(job):
-    where, path = job('unsaved')
+@pytest.mark.parametrize('kind', ['unsaved', 'sized'])
+def test_weights_of_no_checkpoint_and_sizes_that_are_drawn_are_compared(job, kind):
+    where, path = job(kind)
     status, out, err = checked(path, **where)
     assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
     assert status == 0
