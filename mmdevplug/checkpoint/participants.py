@@ -37,6 +37,8 @@ from .writing import save_with_warning
 KEY, VERSION = 'mmdevplug', 4
 #: Participants whose state is useless to a job with another number of ranks.
 _OF_ONE_RANK = ('random', 'buffers')
+#: Names the loops that :meth:`Participants.check_replaced` asks for.
+_REPLACED = 'replaced_loaders'
 _OF_RUNNER = (*_OF_ONE_RANK, 'plain', 'train_loop', 'val_loop')
 #: Attributes that MMEngine's own hooks change while training and cannot recompute.
 _ATTRIBUTES = {
@@ -64,6 +66,8 @@ class Participants:
         self._built = 0
         self._unknown: Dict[int, str] = {}
         self._warned = False
+        #: The loops whose loader had been replaced where the checkpoint was saved.
+        self._replaced_before: List[str] = []
 
     def add(self, name: str, thing: Stateful) -> None:
         """Add a participant; one with a saved state gets it when training begins, or at once.
@@ -137,10 +141,10 @@ class Participants:
                 states[name] = state
         for name, thing in self._things.items():
             states[name] = thing.state_dict()
-        known = {*map(id, self._loaders.values()), *self._unknown}
-        for kind, loop in self._loops.items():
-            if any(id(loader) not in known for loader in loaders_of(loop)):
-                unknown.append(f'{kind}_loader (replaced while training)')
+        replaced = self._replaced()
+        if replaced:
+            states[_REPLACED] = replaced
+            unknown += [f'{kind}_loader (replaced while training)' for kind in replaced]
         if unknown and not self._warned:
             self._warned = True
             log_warning(
@@ -151,10 +155,33 @@ class Participants:
             )
         return states
 
-    def load_state_dict(self, states: Mapping[str, object]) -> None:
+    def _replaced(self) -> List[str]:
+        """The loops that read from a loader which was not there when training began."""
+        known = {*map(id, self._loaders.values()), *self._unknown}
+        return [
+            kind
+            for kind, loop in self._loops.items()
+            if any(id(loader) not in known for loader in loaders_of(loop))
+        ]
+
+    def load_state_dict(self, states: SavedState) -> None:
         """Give loaders their states, before anyone reads from them, now or when they are built."""
-        self.waiting, self._begun = dict(states), False
+        self._replaced_before = states.get(_REPLACED, [])
+        self.waiting = {name: state for name, state in states.items() if name != _REPLACED}
+        self._begun = False
         self._give()
+
+    def check_replaced(self) -> None:
+        """Say that a resumed run trains on the config's loader, which had been replaced before."""
+        if 'train' in self._replaced_before and 'train' not in self._replaced():
+            log_warning(
+                'Resuming, but not exactly: the checkpoint was saved after the loader of the '
+                'training loop had been replaced, and this run reads the one of the config again, '
+                'with its data set and pipeline. A hook that replaces it in a single epoch '
+                '(epoch == n) does not in a run that is resumed later: let it also do so there '
+                '(epoch >= n).'
+            )
+        self._replaced_before = []
 
     def begin(self) -> None:
         """Give all others their states, when everything is built that training needs."""

@@ -163,6 +163,7 @@ class Resume:
             return
         self._progress.check_batches()
         self._progress = None
+        self.participants.check_replaced()
         participants.warn_of_unused(self.participants.waiting)
         if hasattr(runner.model, 'warm_up') and self._plain is not None:
             self._random.state_dict(renew=False)

@@ -1,14 +1,15 @@
 """Compare a training step on a device with the same step on the CPU, module by module."""
 
 import copy
+import random
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import (
     Any,
     Callable,
     Dict,
     Iterator,
     List,
-    Mapping,
     NamedTuple,
     Optional,
     Sequence,
@@ -16,6 +17,7 @@ from typing import (
     Union,
 )
 
+import numpy as np
 import torch
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS, DefaultScope
@@ -100,8 +102,8 @@ class Record:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self.of_weights[name] = sample(parameter.grad)
-        for name, tensor in model.state_dict().items():
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+        for name, tensor in _tensors_of(model):
+            if tensor.is_floating_point():
                 self.after[name] = sample(tensor)
         for found in (self.outputs, self.gradients, self.of_weights, self.after):
             for key, tensor in found.items():
@@ -152,12 +154,9 @@ def compare_step(runner: DeviceRunner, batch: object) -> List[Finding]:
             scope = getattr(runner.default_scope, 'scope_name', None)
             with DefaultScope.overwrite_default_scope(scope):
                 hosts = [MODELS.build(_config_of(runner)) for _ in range(2)]
-            # Also of buffers that no state_dict() has, which a constructor may draw.
-            buffers = {name: _on_host(each) for name, each in model.named_buffers()}
-            weights = {name: _on_host(each) for name, each in model.state_dict().items()}
+            state = ModelState(model)
             for host in hosts:
-                host.load_state_dict(weights)
-                _set_buffers(host, buffers)
+                state.load(host)
             here = _step(hosts[0], batch, None)
             spreads = [_step(hosts[1], batch, None, 1)]
         except Exception as error:
@@ -175,8 +174,7 @@ def compare_step(runner: DeviceRunner, batch: object) -> List[Finding]:
     found = find_difference(there, here, spreads, tolerance, str(device))
     for number in range(2, MOVES + 2):
         if found is not None:
-            hosts[1].load_state_dict(weights)
-            _set_buffers(hosts[1], buffers)
+            state.load(hosts[1])
             spreads.append(_step(hosts[1], batch, None, number))
             found = find_difference(there, here, spreads, tolerance, str(device))
     if found is None:
@@ -231,10 +229,29 @@ def _config_of(runner: DeviceRunner) -> Optional[AnyConfig]:
     return config
 
 
-def _set_buffers(model: nn.Module, values: Mapping[str, Any]) -> None:
-    for name, buffer in model.named_buffers():
-        if name in values and values[name].shape == buffer.shape:
-            buffer.copy_(values[name])
+class ModelState:
+    """All weights, buffers and other state of a model, on the host.
+
+    A ``state_dict()`` lacks some buffers, which a constructor may draw, and one of the user's may
+    lack weights, such as frozen ones.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._states = {name: _on_host(each) for name, each in model.state_dict().items()}
+        self._tensors = {name: each.detach().cpu() for name, each in _tensors_of(model)}
+
+    @torch.no_grad()
+    def load(self, model: nn.Module) -> None:
+        """Give it to another model of the same config."""
+        model.load_state_dict(self._states, strict=False)
+        for name, tensor in _tensors_of(model):
+            value = self._tensors.get(name)
+            if value is not None and value.shape == tensor.shape:
+                tensor.copy_(value)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tuple[str, Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())
 
 
 def _on_host(value: object) -> object:
@@ -266,6 +283,9 @@ def _compute(
     """Compute losses and gradients while a watcher follows; return the loss and its scale."""
     batch = copy.deepcopy(batch)
     torch.manual_seed(moved)
+    # What the host draws, such as the size of a batch, is equal on all devices.
+    random.seed(0)
+    np.random.seed(0)
     model.train()
     model.zero_grad()
     if moved:
@@ -278,7 +298,7 @@ def _compute(
     scale = 1.0 if scaler is None else float(scaler.get_scale())
     with _without_dropout(model), watcher.watching(model):
         with nullcontext() if wrapper is None else wrapper.optim_context(model):
-            losses = model(**model.data_preprocessor(batch, True), mode='loss')
+            losses = model._run_forward(model.data_preprocessor(batch, True), mode='loss')
             loss = model.parse_losses(losses)[0]
         watcher.begin_backward()
         (loss * scale).backward()

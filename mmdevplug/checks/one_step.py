@@ -4,7 +4,8 @@ import sys
 import tempfile
 import traceback
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from typing import Iterator, List, NamedTuple, Tuple
+from functools import partial
+from typing import Iterator, List, NamedTuple, NoReturn, Tuple
 
 import torch
 from mmengine.config import Config
@@ -14,6 +15,7 @@ from mmengine.runner.loops import _InfiniteDataloaderIterator
 from torch import nn
 
 from mmdevplug.accelerators import devices_of
+from mmdevplug.data.resumable_loader import ResumableLoader
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.device_guard.explain import describe_place
 from mmdevplug.device_guard.mode import HAS_MODES
@@ -27,7 +29,8 @@ from mmdevplug.model.move import (
 )
 from mmdevplug.runner import DeviceRunner
 from mmdevplug.runner.explain_errors import explained
-from mmdevplug.utils.annotations import AnyOptimWrapper
+from mmdevplug.utils.annotations import AnyLoop, AnyOptimWrapper
+from mmdevplug.utils.loops import loaders_of
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.pytree import tensors_in
 
@@ -189,11 +192,55 @@ def _prepare(runner: DeviceRunner) -> object:
     return batch
 
 
+class _TrainingStarts(Exception):
+    """Ends a training loop before its first step."""
+
+
 def _first_batch(runner: DeviceRunner) -> object:
+    """Let the training loop give the model its first batch, which is not trained on.
+
+    A loop of the user's may join the batches of several loaders, or train by other means than
+    ``train_step()``; then it is the first batch of the runner's loader.
+    """
+    loop, model, batches = runner.train_loop, runner.model, []
+
+    def train_step(batch: object, *_: object, **__: object) -> NoReturn:
+        batches.append(batch)
+        raise _TrainingStarts
+
+    hooks, runner._hooks = runner._hooks, []
+    model.train_step = train_step
+    try:
+        with _reading_once(loop):
+            loop.run()
+    except _TrainingStarts:
+        pass
+    finally:
+        del model.train_step
+        runner._hooks = hooks
+    if batches:
+        return batches[0]
     # The loop of iterations has begun to read already, and samplers without end are read once.
-    begun = getattr(runner.train_loop, 'dataloader_iterator', None)
+    begun = getattr(loop, 'dataloader_iterator', None)
     data = begun if isinstance(begun, _InfiniteDataloaderIterator) else runner.train_dataloader
     return next(iter(data))
+
+
+@contextmanager
+def _reading_once(loop: AnyLoop) -> Iterator[None]:
+    """End a loop when it asks a loader for a second batch."""
+    loaders = [each for each in loaders_of(loop) if isinstance(each, ResumableLoader)]
+
+    def end() -> NoReturn:
+        raise _TrainingStarts
+
+    for loader in loaders:
+        loader.before_next = partial(setattr, loader, 'before_next', end)
+    try:
+        yield
+    finally:
+        for loader in loaders:
+            loader.before_next = None
 
 
 def _unused(names: List[str], runner: DeviceRunner) -> List[Finding]:

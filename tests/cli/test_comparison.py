@@ -9,6 +9,7 @@ from tests.jobs import need_card
 
 #: Parts that compute otherwise on a card, as operators of vendors do.
 MODEL = """
+import random
 from functools import lru_cache
 
 import torch
@@ -65,6 +66,14 @@ class Part(nn.Module):
         return x
 
 
+class Frozen(nn.Linear):
+    def state_dict(self, *args, **kwargs):
+        kept = super().state_dict(*args, **kwargs)
+        for name in ('weight', 'bias'):
+            kept.pop(kwargs['prefix'] + name)
+        return kept
+
+
 @MODELS.register_module()
 class Planted(BaseModel):
     def __init__(self, fault=None):
@@ -72,12 +81,16 @@ class Planted(BaseModel):
         self.fault = fault
         wrong = dict(elu_backward=elu_backward, softplus=softplus).get(fault)
         self.library = None if wrong is None else set_wrong(wrong)
-        self.first = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32))
+        linear = Frozen if fault == 'unsaved' else nn.Linear
+        self.first = nn.Sequential(nn.Flatten(), linear(64, 32), nn.BatchNorm1d(32))
         self.part = Part(fault)
         self.drop = nn.Dropout(0.5)
         self.last = nn.Linear(32, 10)
 
     def forward(self, inputs, labels, mode='loss'):
+        if self.fault == 'sized':
+            size = random.randint(8, 60)
+            inputs, labels = inputs[:size], labels[:size]
         x = self.last(self.drop(self.part(self.first(inputs))).relu())
         if self.fault == 'own' and x.device.type != 'cpu':
             x = x * 1.3
@@ -86,6 +99,43 @@ class Planted(BaseModel):
         if self.fault == 'softplus':
             x = nn.functional.softplus(x)
         return dict(loss=nn.functional.cross_entropy(x, labels))
+"""
+
+#: A loop that joins the batches of two loaders, and a model with a part for each.
+SEVERAL_LOADERS = """
+from mmengine.model import BaseModel
+from mmengine.registry import LOOPS, MODELS
+from mmengine.runner import EpochBasedTrainLoop
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+@LOOPS.register_module()
+class Joining(EpochBasedTrainLoop):
+    def __init__(self, runner, dataloader, other, max_epochs):
+        super().__init__(runner, dataloader, max_epochs)
+        self.other = runner.build_dataloader(other, seed=runner.seed)
+
+    def run_epoch(self):
+        self.runner.model.train()
+        for index, batch in enumerate(zip(self.dataloader, self.other)):
+            self.run_iter(index, batch)
+        self._epoch += 1
+
+
+@MODELS.register_module()
+class Joined(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(64, 10) for _ in range(2))
+
+    def _run_forward(self, data, mode):
+        return self(data, mode=mode)
+
+    def forward(self, batches, mode='loss'):
+        found = [part(each['inputs'].flatten(1)) for part, each in zip(self.parts, batches)]
+        losses = [cross_entropy(x, each['labels']) for x, each in zip(found, batches)]
+        return dict(loss=sum(losses))
 """
 
 FAULTS = dict(
@@ -147,6 +197,36 @@ def test_what_is_equal_is_said(job, scope):
     path.write_text(f'{path.read_text()}\ndefault_scope = {scope!r}\n')
     status, out, err = checked(path, **where)
     assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
+    assert status == 0
+
+
+@pytest.mark.parametrize('kind', ['unsaved', 'sized'])
+def test_weights_of_no_checkpoint_and_sizes_that_are_drawn_are_compared(job, kind):
+    where, path = job(kind)
+    status, out, err = checked(path, **where)
+    assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
+    assert status == 0
+
+
+def test_a_loop_of_several_loaders_gives_the_batch(tmp_path):
+    need_card()
+    (tmp_path / 'several_loaders.py').write_text(SEVERAL_LOADERS)
+    lines = (
+        "model = dict(_delete_=True, type='Joined')\n"
+        "accelerator = dict(type='zeta')\n"
+        'val_cfg = val_dataloader = val_evaluator = None\n'
+        'test_cfg = test_dataloader = test_evaluator = None\n'
+        "data = dict(type='DigitsDataset', split='train')\n"
+        "sampler = dict(type='DefaultSampler', shuffle=True)\n"
+        "collate = dict(type='default_collate')\n"
+        'other = dict(batch_size=8, num_workers=0, dataset=data, sampler=sampler)\n'
+        'other.update(collate_fn=collate)\n'
+        "train_cfg = dict(_delete_=True, type='Joining', max_epochs=1, other=other)"
+    )
+    path = config(tmp_path, lines, ['fakecard_from_env', 'several_loaders'])
+    status, out, err = checked(path, folder=tmp_path, FAKECARD_NAME='zeta')
+    assert 'ok: outputs and gradients of 4 modules as on the CPU' in out, out + err
+    assert 'warning:' not in out
     assert status == 0
 
 

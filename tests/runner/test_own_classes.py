@@ -531,13 +531,13 @@ def test_weights_are_loaded_into_a_module_whose_state_dict_takes_three_arguments
 
 
 class Switches(Hook):
-    """Replaces the loader in the second epoch, as hooks that switch pipelines do."""
+    """Replaces the loader in an epoch, or from it on, as hooks that switch pipelines do."""
 
-    def __init__(self, config):
-        self.config = config
+    def __init__(self, config, epochs=(1,)):
+        self.config, self.epochs = config, epochs
 
     def before_train_epoch(self, runner):
-        if runner.epoch == 1:
+        if runner.epoch in self.epochs:
             runner.train_loop.dataloader = Runner.build_dataloader(self.config, seed=0)
 
 
@@ -549,6 +549,18 @@ def test_a_loader_that_a_hook_replaces_is_named(tmp_path, monkeypatch):
     runner.train()
     assert len(told) == 1
     assert 'train_loader (replaced while training)' in told[0]
+
+
+@pytest.mark.parametrize('epochs', [(1,), (1, 2)])
+def test_a_resumed_run_names_a_loader_that_is_not_replaced_again(tmp_path, monkeypatch, epochs):
+    for length in (2, 3):
+        told = []
+        monkeypatch.setattr(participants, 'log_warning', told.append)
+        runner = build(tmp_path, length=length, custom_hooks=[], resume=length == 3)
+        runner.register_hook(Switches(runner._train_dataloader, epochs))
+        runner.train()
+    named = [line for line in told if 'reads the one of the config again' in line]
+    assert len(named) == (2 not in epochs)
 
 
 # loops ---------------------------------------------------------------------------------------
