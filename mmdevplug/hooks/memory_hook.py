@@ -82,14 +82,15 @@ class MemoryHook(Hook):
         children = active_children()
         if not children:
             return 0, 0
-        running = {int(child.pid or 0): psutil.Process(child.pid) for child in children}
+        running = [int(child.pid or 0) for child in children]
         self._inherited = {pid: kept for pid, kept in self._inherited.items() if pid in running}
         exact = [pid for pid in running if pid not in self._inherited]
         if self._inherited and self._spent <= TIME_FOR_READING * (perf_counter() - self._began):
             exact.append(next(iter(self._inherited)))  # which was read longest ago
         held = 0
-        for pid, process in running.items():
+        for pid in running:
             with suppress(psutil.Error):  # it has ended
+                process = psutil.Process(pid)
                 used = process.memory_info()
                 anonymous = used.rss - getattr(used, 'shared', 0)
                 if pid in exact:

@@ -1,11 +1,12 @@
 """MemoryHook: the log line has memory, and host memory that doubles is reported once."""
 
 import re
+from multiprocessing import Process
 
 import pytest
 
 from mmdevplug.errors import DevPlugError
-from mmdevplug.hooks import MemoryHook
+from mmdevplug.hooks import MemoryHook, memory_hook
 from mmdevplug.hooks.memory_hook import MB
 from tests.hooks.memory_jobs import build, train_all
 from tests.jobs import log_of
@@ -40,6 +41,16 @@ def logged(log, iteration, column='host_memory'):
     (line,) = [line for line in log.splitlines() if f'[{iteration:3}/140]' in line]
     found = re.search(rf' {column}: (\d+)', line)
     return None if found is None else int(found[1])
+
+
+def test_a_worker_that_has_just_ended_holds_nothing(monkeypatch):
+    ended = Process(target=int)
+    ended.start()
+    ended.join()
+    monkeypatch.setattr(memory_hook, 'active_children', lambda: [ended])
+    hook = MemoryHook()
+    hook.before_train(None)
+    assert hook._measure_workers() == (0, 1)
 
 
 def test_memory_of_loader_workers_counts(logs):
