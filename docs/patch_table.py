@@ -54,8 +54,8 @@ _LISTED = {
         'torch.Tensor: index_select mean sum var std amax amin cumsum count_nonzero clamp clip '
         'reshape flatten contiguous reshape_as where',
         'torch.nn.functional: elu selu celu adaptive_avg_pool2d avg_pool2d avg_pool3d l1_loss '
-        'mse_loss interpolate batch_norm pixel_shuffle linear conv1d conv2d conv3d '
-        'conv_transpose1d conv_transpose2d conv_transpose3d',
+        'mse_loss interpolate batch_norm pixel_shuffle cross_entropy nll_loss embedding linear '
+        'conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d',
     ),
     LOG_FILES: ('mmengine.logging.logger: _get_device_id',),
     MODEL: (
@@ -169,6 +169,9 @@ OTHERWISE = [
     'torch.nn.functional.pixel_shuffle',
     'torch.nn.functional.interpolate',
     'torch.nn.functional.batch_norm',
+    'torch.nn.functional.cross_entropy',
+    'torch.nn.functional.nll_loss',
+    'torch.nn.functional.embedding',
 ]
 
 #: Symbols that share a reason, by a short name of it.

@@ -84,7 +84,9 @@ def _of_labels(original: Callable) -> Callable:
         # A single class is the one of the label 1.
         classes = torch.arange(count, device=target.device) if count > 1 else target.new_ones(1)
         of_class = target.unsqueeze(1) == classes.view(1, -1, *[1] * (target.dim() - 1))
-        kept = (target != ignore_index).flatten().to(pred.dtype)
+        kept = target != ignore_index
+        outside = kept & ((target < 0) | (target > count))  # one more stands for no class
+        kept = kept.to(pred.dtype).masked_fill(outside, float('nan')).flatten()
         if weight is not None:
             kept = weight * kept.view(-1, *[1] * (weight.dim() - 1))
         # It would compare it with the class of each pixel.

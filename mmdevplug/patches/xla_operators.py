@@ -16,6 +16,7 @@ from torch.nn import functional
 from mmdevplug.utils.patching import patch_symbol
 
 from .xla_averages import HALF, adding_bias, dividing, in_float32, shifted_batch_norm
+from .xla_indices import checking_indices, checking_labels
 
 #: The constants of SELU.
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
@@ -63,6 +64,8 @@ def patch_operators() -> None:
         ((Tensor, torch), ('cumsum', 'count_nonzero'), _counting),
         ((Tensor, torch), ('clamp', 'clip'), _clamping),
         ((functional, torch), ('pixel_shuffle',), _shuffling),
+        (functional, ('cross_entropy', 'nll_loss'), checking_labels),
+        (functional, ('embedding',), checking_indices),
         ((torch,), ('norm',), _with_largest),
         ((torch,), ('arange',), _on_host),
     ):

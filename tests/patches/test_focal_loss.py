@@ -77,6 +77,14 @@ def test_a_class_that_is_ignored(focal_loss, ignored):
     torch.testing.assert_close(loss.double(), formula(pred, labels) * kept, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize('label', [-1, 4])
+def test_a_label_that_is_no_class_is_nan(focal_loss, label):
+    pred, labels = torch.randn(1, 3, 4, 4), torch.full((1, 4, 4), 3)  # of no class
+    assert focal_loss()(pred, labels).isfinite()
+    labels[0, 0, 0] = label
+    assert focal_loss()(pred, labels).isnan()
+
+
 def test_probabilities_are_passed_on(focal_loss):
     pred, target = torch.randn(6, 3), torch.rand(6, 3)
     patched = focal_loss()(pred, target)

@@ -221,3 +221,37 @@ def test_gradients_of_biases_are_added_up_in_float32(half):
             if key.endswith('bias') and 'norm' not in key and not rounds and off > 0.06:
                 wrong.append(f'{name}.{key}: {off:.2f}')
     assert not wrong
+
+
+@pytest.mark.parametrize('reduction', ['mean', 'sum', 'none'])
+@pytest.mark.parametrize('label', [3, -1, 255])
+@in_ranks()
+def test_a_label_that_is_no_class_is_nan(reduction, label):
+    import mmdevplug
+
+    mmdevplug.init_device('none', 'xla')
+    mmdevplug.patch_mmengine('xla')
+    scores = torch.randn(2, 3, 4, device='xla', requires_grad=True)
+    labels = torch.zeros(2, 4, dtype=torch.long)
+    labels[0, 0] = label
+    for loss in (nn.CrossEntropyLoss, nn.NLLLoss):
+        found = loss(reduction=reduction)(scores, labels.to('xla'))
+        (gradient,) = torch.autograd.grad(found.sum(), scores)
+        assert found.isnan().sum().item() == 1
+        assert gradient[0, :, 0].isnan().all().item()
+        assert gradient.isnan().any(1).sum().item() == (1 if reduction == 'none' else 8)
+        kept = loss(reduction=reduction, ignore_index=label)(scores, labels.to('xla'))
+        expected = loss(reduction=reduction, ignore_index=label)(scores.cpu(), labels)
+        torch.testing.assert_close(kept.cpu(), expected)
+
+
+@in_ranks()
+def test_an_index_that_a_table_does_not_have_is_nan():
+    import mmdevplug
+
+    mmdevplug.init_device('none', 'xla')
+    mmdevplug.patch_mmengine('xla')
+    table = nn.Embedding(3, 2, padding_idx=0).to('xla')
+    found = table(torch.tensor([[0, 2], [3, -1]], device='xla')).cpu()
+    assert found.isnan().all(-1).tolist() == [[False, False], [True, True]]
+    assert found[0, 1].equal(table.weight[2].cpu())
