@@ -87,6 +87,7 @@ class FinitePolicy:
         option = "; or train with model_wrapper_cfg=dict(nonfinite_grads='ignore')"
         raise ModelError(
             'gradients are not finite:\n' + '\n'.join(lines) + '\nThe weights are those of the '
-            'last good update. Look at the data of that rank and at the loss, lower the learning '
-            f'rate, or clip gradients{option if ignorable else ""}.'
+            'last good update. Look at the data of that rank (on torch_xla for a label that is no '
+            'class, too) and at the loss, lower the learning rate, or clip gradients'
+            f'{option if ignorable else ""}.'
         )
