@@ -4,7 +4,7 @@ Each goes when torch_xla computes as the CPU does: ``tests/xla/test_operators.py
 """
 
 import math
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from inspect import signature
 from typing import Any, Callable, List, Optional, Tuple
 
@@ -51,7 +51,7 @@ def patch_operators() -> None:
         ('interpolate', _interpolate),
         ('batch_norm', shifted_batch_norm),
     ):
-        patch_symbol(functional, name, _for_xla(getattr(functional, name), compute))
+        _replace(functional, name, partial(_for_xla, compute=compute))
     copies = hasattr(_VIEWS, 'get_view_meta_sequence')
     for owner, names, make in (
         (Tensor, ('contiguous', 'reshape_as') if copies else (), _copying),
@@ -78,7 +78,10 @@ def patch_operators() -> None:
 
 def _replace(owner: object, name: str, make: Callable[[Callable], Callable]) -> None:
     before = getattr(owner, name)
-    patch_symbol(owner, name, make(before))
+    replacement: Any = make(before)
+    # TorchScript compiles the original: it takes the source of that, and the names of this module.
+    replacement.__original_fn, replacement.__script_if_tracing_wrapper = before, True
+    patch_symbol(owner, name, replacement)
     operator = _builtins._find_builtin(before)
     if operator is not None:  # or TorchScript compiles the function that stands there now
         _builtins._register_builtin(getattr(owner, name), operator)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Tuple
 
 import pytest
 import torch
@@ -127,8 +128,9 @@ COPIES = dict(
 def scripted():
     """TorchScript finds operators that were replaced."""
 
-    def choose(x: torch.Tensor) -> torch.Tensor:
-        return torch.where(x > 1, torch.clamp(x, 0.0, 2.0), torch.mean(x))
+    def choose(x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        loss = functional.cross_entropy(functional.elu(x).view(1, -1), torch.zeros(1).long())
+        return torch.where(x > 1, torch.clamp(x, 0.0, 2.0), torch.mean(x)), loss
 
     return torch.jit.script(choose)(torch.arange(4.0))
 
@@ -159,7 +161,7 @@ def test_operators_compute_what_the_host_computes():
                     result.float().pow(2).sum().backward()
                     pair.append(x.grad.cpu())
                 found.setdefault(kind + name, []).append(pair)
-    script = scripted().tolist()
+    chosen, loss = scripted()
     assert len(found) == len([*ACTIVATIONS, *AVERAGES, *IMAGES, *MASKS, *COPIES])
     wrong = []
     for name, (host, there) in found.items():
@@ -174,7 +176,8 @@ def test_operators_compute_what_the_host_computes():
             except AssertionError as error:
                 wrong.append(f'{name}: {error}')
     assert not wrong, '\n'.join(wrong)
-    assert script == [1.5, 1.5, 2.0, 2.0]
+    assert chosen.tolist() == [1.5, 1.5, 2.0, 2.0]
+    assert loss.item() == pytest.approx(math.log(sum(map(math.exp, range(4)))))
 
 
 LAYERS = dict(
