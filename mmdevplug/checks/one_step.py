@@ -1,5 +1,6 @@
 """Section *config*: start as ``mmdevplug train`` does, train one step, and validate one."""
 
+import os
 import sys
 import tempfile
 import traceback
@@ -108,6 +109,8 @@ def _built(cfg: Config) -> Iterator[Tuple[DeviceRunner, object]]:
         cfg.visualizer.vis_backends = None  # which write elsewhere; hooks may ask for its class
     cfg.log_level = 'WARNING'
     with tempfile.TemporaryDirectory() as cfg.work_dir, redirect_stdout(sys.stderr):
+        # Runners of one name that are built in the same second share a visualizer and its folder.
+        cfg.experiment_name = os.path.basename(cfg.work_dir)
         runner = RUNNERS.build(cfg)
         _check_runner(runner)
         with explained(runner, 'train'):

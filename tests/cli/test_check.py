@@ -8,11 +8,12 @@ from mmengine.optim import OptimWrapper
 from mmengine.structures import InstanceData
 from torch import nn
 
-from mmdevplug.checks.one_step import _apart
+from mmdevplug.checks.one_step import _apart, _built
 from tests.cli.checking import checked
 from tests.cli.running import AUTO, CONFIG, config
 from tests.commands import environment, python
-from tests.jobs import ROOT, need_card, needs_modes
+from tests.jobs import ROOT, digits_config, need_card, needs_modes
+from tests.ranks import in_ranks
 
 #: A model whose last part does what a line says, with a tensor that is made on a device.
 PLANTED = """
@@ -289,3 +290,13 @@ def test_what_cannot_be_checked(arguments, told):
     status, out, err = checked(*arguments)
     assert status != 0
     assert told in out + err
+
+
+@in_ranks()
+def test_runners_of_the_same_second_have_their_own_visualizers(tmp_path):
+    found = []
+    for _ in range(2):
+        with _built(digits_config('cpu', tmp_path)) as (runner, _):
+            runner.visualizer.add_scalar('there', 1)
+            found.append(runner.visualizer.instance_name)
+    assert len(set(found)) == 2
