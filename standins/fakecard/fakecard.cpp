@@ -156,7 +156,7 @@ struct CardGuard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const {}  // overrides from PyTorch 2.5 on
   void synchronizeEvent(void*) const override {}
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, CardGuard);
