@@ -14,6 +14,7 @@
 #include <torch/csrc/profiler/stubs/base.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <chrono>
@@ -421,6 +422,19 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   KERNEL_PRIVATEUSEONE(mse_loss, fp32)
   KERNEL_PRIVATEUSEONE(nll_loss, fp32)
 }
+// As vendors register them: before PyTorch 2.5 they ask CUDA unless they are told a device.
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 5
+static bool is_pinned(const at::Tensor& t, std::optional<at::Device>) {
+  return t.is_cpu() && g_pinned.holds(t.storage().data());
+}
+static at::Tensor pin_memory(const at::Tensor& t, std::optional<at::Device>) {
+  return at::empty(t.sizes(), t.options().pinned_memory(true)).copy_(t);
+}
+TORCH_LIBRARY_IMPL(aten, BackendSelect, m) {
+  m.impl("is_pinned", is_pinned);
+  m.impl("_pin_memory", pin_memory);
+}
+#endif
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", e_mf);
   m.impl("empty_strided", e_st);
