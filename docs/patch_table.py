@@ -7,6 +7,7 @@ from tables import table, write_pages
 #: Periods in which patches are active.
 JOB = 'job'
 LOG_FILES = 'log files'
+SEGMENTS = 'segments'
 MODEL = 'model'
 LAZY_MODEL = 'lazy model'
 AUTOCAST = 'autocast'
@@ -58,6 +59,7 @@ _LISTED = {
         'conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d',
     ),
     LOG_FILES: ('mmengine.logging.logger: _get_device_id',),
+    SEGMENTS: ('torch.utils.checkpoint.DefaultDeviceType: _default_device_type',),
     MODEL: (
         'mmagic.models.utils.model_utils: get_module_device',
         'mmgen.models.architectures.common: get_module_device',
@@ -101,6 +103,10 @@ for restore in (restore_mmengine, restore_barrier, restore_mmcv_ops):
 PERIODS_EN = {
     JOB: ('a runner starts, or `patch_mmengine()`', '`restore_mmengine()`'),
     LOG_FILES: ('our runner is looked up, or `init_device()`', '`restore_mmengine()`'),
+    SEGMENTS: (
+        '`init_device()` on a device that is neither CUDA nor the CPU',
+        '`restore_mmengine()`',
+    ),
     MODEL: ('a model is moved to a device that is not CUDA', '`restore_mmengine()`'),
     LAZY_MODEL: ('a model is moved to a lazy device', '`restore_mmengine()`'),
     AUTOCAST: (
@@ -127,6 +133,7 @@ PERIODS_EN = {
 #: Periods in Chinese: the beginning and the end.
 PERIODS = {
     LOG_FILES: ('查找我们的 runner，或调用 `init_device()`', '`restore_mmengine()`'),
+    SEGMENTS: ('在非 CUDA、非 CPU 的设备上调用 `init_device()`', '`restore_mmengine()`'),
     JOB: ('runner 启动，或调用 `patch_mmengine()`', '`restore_mmengine()`'),
     MODEL: ('模型移动到非 CUDA 的设备', '`restore_mmengine()`'),
     LAZY_MODEL: ('模型移动到惰性设备', '`restore_mmengine()`'),
@@ -204,6 +211,11 @@ REASONS_EN = {
     'mmengine.logging.logger._get_device_id': (
         'It names log files after variables of CUDA and MUSA, and fails if ranks share a GPU.',
         'MMEngine names log files after the rank.',
+    ),
+    'torch.utils.checkpoint.DefaultDeviceType._default_device_type': (
+        'Segments computed again get random numbers of CUDA (PyTorch 2.1 to 2.5), and no '
+        'autocast if no argument is a tensor.',
+        'PyTorch asks for the device of the segment.',
     ),
     'mmengine.dist.dist.collect_results_cpu': (
         'Metrics gather results through a shared folder, or gather all results on every rank.',
@@ -386,6 +398,11 @@ REASONS = {
     'mmengine.logging.logger._get_device_id': (
         '它按 CUDA 和 MUSA 的变量命名日志文件；多个 rank 共用一块 GPU 时会报错。',
         'MMEngine 按 rank 命名日志文件。',
+    ),
+    'torch.utils.checkpoint.DefaultDeviceType._default_device_type': (
+        '重新计算的片段使用 CUDA 的随机数（PyTorch 2.1 至 2.5）；'
+        '片段的参数中没有张量时，不使用 autocast。',
+        'PyTorch 查询片段所在的设备。',
     ),
     'mmengine.dist.dist.collect_results_cpu': (
         '指标通过共享文件夹收集结果，或在每个 rank 上收集所有结果。',

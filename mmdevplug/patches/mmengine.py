@@ -19,6 +19,7 @@ from mmengine.model import BaseAveragedModel, revert_sync_batchnorm
 from mmengine.runner import CheckpointLoader, checkpoint as checkpoint_functions
 from mmengine.structures import instance_data
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from mmdevplug.accelerators import Accelerator, device_context, enter_rank_device
 from mmdevplug.accelerators.detection import AcceleratorConfig
@@ -152,6 +153,19 @@ def patch_device_id() -> None:
     """Name the log files of ranks after the visible devices of this process."""
     if logger_module._get_device_id is not _device_id:
         patch_symbol(logger_module, '_get_device_id', _device_id, KEPT)
+
+
+def patch_checkpointing(device_type: str) -> None:
+    """Let segments that are computed again have the random numbers and precision of a device.
+
+    PyTorch 2.1 to 2.5 sets the random numbers of CUDA otherwise, and fails without it. Later ones
+    compute a segment again without autocast if no argument is a tensor of the device.
+    """
+    default = getattr(checkpoint, 'DefaultDeviceType', None)  # since PyTorch 2.1
+    if default is None or device_type in ('cpu', 'cuda') or not hasattr(torch, device_type):
+        return
+    if default._default_device_type != device_type:
+        patch_symbol(default, '_default_device_type', device_type, KEPT)
 
 
 _id_of_mmengine: Callable[[], Union[int, str]] = logger_module._get_device_id

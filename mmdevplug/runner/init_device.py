@@ -9,7 +9,7 @@ from mmdevplug.distributed.process_group import start_distributed
 from mmdevplug.model.placement import Placement
 from mmdevplug.patches.barrier import patch_barrier
 from mmdevplug.patches.mmcv_ops import patch_mmcv_ops
-from mmdevplug.patches.mmengine import patch_device_id, patch_mmengine
+from mmdevplug.patches.mmengine import patch_checkpointing, patch_device_id, patch_mmengine
 from mmdevplug.utils.host import keep_freed_memory
 from mmdevplug.utils.torch_compat import import_version_module
 
@@ -41,6 +41,7 @@ def init_device(
     import_version_module()
     patch_device_id()
     context = start_distributed(launcher, accelerator, **options)
+    patch_checkpointing(context.device.type)
     patch_mmcv_ops()
     patch_barrier()
     return context

@@ -9,7 +9,7 @@ from mmengine.runner import IterBasedTrainLoop
 from tests.checkpoint import kept_cases  # noqa: F401  registers Keeps
 from tests.checkpoint.training import SAMPLES, assert_equal_bits, build, train
 from tests.columns import NATIVE, job_of, lazy
-from tests.jobs import note
+from tests.jobs import needs_later_loops, note
 from tests.ranks import RanksFailed, in_ranks, run_ranks
 
 EVERY_THIRD = dict(interval=3, by_epoch=False, save_best='auto', rule='less', max_keep_ckpts=2)
@@ -200,6 +200,7 @@ def test_a_finished_run_is_not_validated_again(tmp_path, by_epoch):
     assert 'already finished' not in log
 
 
+@needs_later_loops
 def test_the_last_validation_of_a_killed_run_is_done_after_resuming(tmp_path):
     """Also where an earlier run of the same length has finished in that folder."""
     options = dict(length=2, train_cfg__val_interval=3)  # MMEngine validates at the end, too

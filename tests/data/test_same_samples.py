@@ -11,7 +11,7 @@ from mmengine.registry import DATA_SAMPLERS, DATASETS
 from torch.utils.data import BatchSampler, ConcatDataset, Dataset, IterableDataset, Sampler, Subset
 
 from mmdevplug.examples.digits import DigitsDataset
-from tests.jobs import log_of, train_digits
+from tests.jobs import log_of, needs_later_loops, train_digits
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -260,6 +260,7 @@ def test_a_stream_that_all_ranks_read(tmp_path, divided, workers, readers):
     assert said == [expected.format(each) for each in readers]
 
 
+@needs_later_loops
 @pytest.mark.parametrize('divided', [True, False])
 def test_a_stream_that_all_ranks_validate(tmp_path, divided):
     stream = dict(_delete_=True, type='SizedRow', divided=divided)

@@ -15,6 +15,7 @@ from mmengine.logging import logger
 from mmengine.registry import HOOKS, DefaultScope, Registry
 from mmengine.runner.amp import autocast
 from torch import distributed as torch_dist
+from torch.utils import checkpoint
 
 from mmdevplug.patches.barrier import restore_barrier
 from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
@@ -136,7 +137,9 @@ def expected_of(accelerator, ranks):
         without = (*without, 'torch', '_cast')
     if accelerator != 'xla':
         without = (*without, 'update_parameters', *OF_XLA)
-    periods = (page.JOB, page.LOG_FILES, page.AUTOCAST)
+    periods = [page.JOB, page.LOG_FILES, page.AUTOCAST]
+    if accelerator != 'cpu' and hasattr(checkpoint, 'DefaultDeviceType'):  # PyTorch 2.1
+        periods.append(page.SEGMENTS)
     found = symbols_of(*periods, without=without)
     if ranks > 1 and accelerator != 'cpu':
         here = [name for name in vars(torch_dist) if name]

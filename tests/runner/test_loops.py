@@ -7,7 +7,14 @@ from mmengine.runner import BaseLoop
 from torch.utils.data import IterableDataset
 
 from mmdevplug.checkpoint.participants import unpack
-from tests.jobs import digits_config, install_card, load_file, log_of, weights_of
+from tests.jobs import (
+    digits_config,
+    install_card,
+    load_file,
+    log_of,
+    needs_later_loops,
+    weights_of,
+)
 from tests.ranks import check_errors, errors_of_ranks, run_ranks
 
 
@@ -120,6 +127,7 @@ def train_on_stream(work_dir, dataset, load_from=None, options=()):
     return weights_of(runner.model)
 
 
+@needs_later_loops
 @pytest.mark.parametrize('length', [None, 64])
 def test_a_stream_trains_by_iterations_and_resumes(tmp_path, length):
     """One that knows its place is in ``checkpoint/test_stateful_data.py``."""

@@ -1,5 +1,7 @@
 """Segments of a model that run a second time during backward, on torch_xla and on the T20 path."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.gradients.parity import compare_all
@@ -143,3 +145,29 @@ def t20_differences():
 def test_t20_trains_as_ddp_on_the_cpu(t20_differences, scenario):
     for found in t20_differences:
         assert found[scenario] <= 1e-5
+
+
+def segment_of_an_object():
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from mmdevplug import init_device
+
+    device = init_device('none', 'xla').device
+    layer, inputs, dtypes = torch.nn.Linear(4, 4).to(device), torch.ones(2, 4, device=device), []
+
+    def segment(sample):
+        outputs = layer(sample.inputs)
+        dtypes.append(outputs.dtype)
+        return outputs.tanh()
+
+    with torch.autocast('xla', dtype=torch.bfloat16):
+        outputs = checkpoint(segment, SimpleNamespace(inputs=inputs), use_reentrant=False)
+    outputs.float().sum().backward()
+    return dtypes
+
+
+def test_a_segment_whose_argument_is_no_tensor_is_computed_again_with_autocast():
+    import torch
+
+    assert run_ranks(segment_of_an_object, 0) == [[torch.bfloat16] * 2]
