@@ -7,6 +7,7 @@ from itertools import chain
 from typing import (
     Any,
     Callable,
+    ContextManager,
     Dict,
     Iterator,
     List,
@@ -32,6 +33,7 @@ from mmdevplug.utils.pytree import tensors_in
 from mmdevplug.utils.torch_compat import DISPATCH_MODES
 
 from .findings import Finding, Section
+from .host_draws import HostDraws
 from .operators import ROUNDING, SPREAD, TOLERANCE, TOLERANCE_OF_HALF, OperatorComparison, Place
 
 section = Section('numbers')
@@ -45,6 +47,10 @@ NEGLIGIBLE_BUFFER = 1e-3
 #: Elements of a tensor that are compared, at equal distances.
 SAMPLES = 65536
 WHY = 'the training would learn something else.'
+WHY_UNSURE = (
+    'another seed changes it as much, so rounding may decide which random numbers are used, or '
+    f'the device may draw some itself; if not, {WHY}'
+)
 REMEDY = (
     'Write it by other operators, and report it to the vendor of the device; where the difference '
     'is meant, leave the comparison out'
@@ -61,6 +67,7 @@ class Record:
         self.gradients: Dict[Key, Tensor] = {}  # of these outputs
         self.of_weights: Dict[str, Tensor] = {}
         self.after: Dict[str, Tensor] = {}  # weights and buffers
+        self.drew = False  # whether the host drew random numbers
         self.kinds: Dict[str, str] = {}
         self._calls: Dict[str, int] = {}
 
@@ -135,10 +142,12 @@ class Difference(NamedTuple):
 def compare_step(runner: DeviceRunner, batch: object) -> List[Finding]:
     """Compare one step of a runner's model with that of a new model on the CPU.
 
-    The model on the CPU gets the same weights and the same batch. A third step, there, with
-    another seed and weights moved by rounding, shows what is random or sensitive, which no
-    difference counts of. Where one is found, there are more of these: rounding lets a ReLU pass
-    a gradient or not. If it stays, a last step on the device looks for the operator.
+    The model on the CPU gets the same weights, batch and random numbers. A third step, there, with
+    weights moved by rounding, shows what is sensitive, which no difference counts of. Where one
+    is found, there are more of these: rounding lets a ReLU pass a gradient or not. If it stays,
+    another step on the device looks for the operator. A difference is an error unless steps with
+    other seeds differ as much: a choice among random numbers may follow from rounding. The
+    numbers of a lazy device are its own, so that seeds differ in all these steps.
 
     Args:
         runner (DeviceRunner): Built, with its optimizer wrapper; in one process.
@@ -158,7 +167,8 @@ def compare_step(runner: DeviceRunner, batch: object) -> List[Finding]:
             for host in hosts:
                 state.load(host)
             here = _step(hosts[0], batch, None)
-            spreads = [_step(hosts[1], batch, None, 1)]
+            shared = _shares_draws(runner)
+            spreads = [_step(hosts[1], batch, None, 1, seed=0 if shared else 1)]
         except Exception as error:
             # Whatever the model raises on the CPU alone.
             unlike = f'the step fails on the CPU: {first_line(error)}'
@@ -172,17 +182,30 @@ def compare_step(runner: DeviceRunner, batch: object) -> List[Finding]:
     half = any(hasattr(each, 'cast_dtype') for each in list_optim_wrappers(runner.optim_wrapper))
     tolerance = TOLERANCE_OF_HALF if half else TOLERANCE
     found = find_difference(there, here, spreads, tolerance, str(device))
+
+    def find_again(number: int, seed: int) -> Optional[Found]:
+        state.load(hosts[1])
+        spreads.append(_step(hosts[1], batch, None, number, seed))
+        return find_difference(there, here, spreads, tolerance, str(device))
+
     for number in range(2, MOVES + 2):
         if found is not None:
-            state.load(hosts[1])
-            spreads.append(_step(hosts[1], batch, None, number))
-            found = find_difference(there, here, spreads, tolerance, str(device))
+            found = find_again(number, seed=0 if shared else number)
     if found is None:
         outputs = {key for key, one in here.outputs.items() if _like(there.outputs.get(key), one)}
         modules = {name for name, _, _ in outputs} & set(here.kinds)
         return [section.ok(f'outputs and gradients of {len(modules)} modules as on the CPU')]
     said = found.text + _name_operator(runner, batch, found.place)
+    if shared and here.drew:
+        for number in range(2, MOVES + 2):
+            if find_again(number, seed=number) is None:
+                return [section.warning(said, WHY_UNSURE, REMEDY)]
     return [section.error(said, WHY, REMEDY)]
+
+
+def _shares_draws(runner: DeviceRunner) -> bool:
+    """Whether a step on the device gets the random numbers of the host."""
+    return DISPATCH_MODES and not runner.device_context.accelerator.compilation.lazy
 
 
 def _name_operator(runner: DeviceRunner, batch: object, place: Place) -> str:
@@ -259,14 +282,16 @@ def _on_host(value: object) -> object:
 
 
 def _step(
-    model: BaseModel, batch: object, runner: Optional[DeviceRunner], moved: int = 0
+    model: BaseModel, batch: object, runner: Optional[DeviceRunner], moved: int = 0, seed: int = 0
 ) -> Record:
     """Record losses and gradients; on the CPU if there is no runner.
 
-    ``moved`` is another seed, with which weights are moved by rounding.
+    ``moved`` is not 0 if weights are moved by rounding: a seed.
     """
     record = Record()
-    loss, scale = _compute(model, batch, runner, record, moved)
+    loss, scale = _compute(model, batch, runner, record, moved, seed)
+    undrawn = torch.Generator().manual_seed(seed).get_state()
+    record.drew = not torch.equal(torch.get_rng_state(), undrawn)
     record.outputs['the loss', 1, 0] = loss.detach().flatten().float()
     record.finish(model, scale)
     model.zero_grad()
@@ -279,16 +304,17 @@ def _compute(
     runner: Optional[DeviceRunner],
     watcher: Union[Record, OperatorComparison],
     moved: int = 0,
+    seed: int = 0,
 ) -> Tuple[Tensor, float]:
     """Compute losses and gradients while a watcher follows; return the loss and its scale."""
     batch = copy.deepcopy(batch)
-    torch.manual_seed(moved)
     # What the host draws, such as the size of a batch, is equal on all devices.
     random.seed(0)
     np.random.seed(0)
     model.train()
     model.zero_grad()
     if moved:
+        torch.manual_seed(moved)
         with torch.no_grad():
             for parameter in model.parameters():
                 rounding = ROUNDING if moved == 1 else COARSE_ROUNDING
@@ -296,7 +322,8 @@ def _compute(
     wrapper = None if runner is None else next(iter(list_optim_wrappers(runner.optim_wrapper)))
     scaler = getattr(wrapper, 'loss_scaler', None)
     scale = 1.0 if scaler is None else float(scaler.get_scale())
-    with _without_dropout(model), watcher.watching(model):
+    torch.manual_seed(seed)
+    with _drawing_on_host(runner), _without_dropout(model), watcher.watching(model):
         with nullcontext() if wrapper is None else wrapper.optim_context(model):
             losses = model._run_forward(model.data_preprocessor(batch, True), mode='loss')
             loss = model.parse_losses(losses)[0]
@@ -305,6 +332,12 @@ def _compute(
     if runner is not None:
         runner.device_context.materialize()
     return loss, scale
+
+
+def _drawing_on_host(runner: Optional[DeviceRunner]) -> ContextManager[object]:
+    if runner is None or not _shares_draws(runner):
+        return nullcontext()
+    return HostDraws(runner.device_context.device.type)
 
 
 @contextmanager

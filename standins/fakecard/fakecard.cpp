@@ -449,6 +449,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", view);
   m.impl("unfold", unfold);
   m.impl("native_batch_norm", batch_norm);
+  // Without a kernel of the card PyTorch computes these by formulas, with other roundings.
+  for (auto name : {"mish_backward", "native_group_norm", "native_layer_norm", "silu_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_back);
   m.impl("convolution_overrideable", conv);

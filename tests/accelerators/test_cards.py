@@ -120,6 +120,20 @@ def test_card_device_follows_the_local_rank(zeta, local_rank):
     assert zeta.device_count() == 4
 
 
+@pytest.mark.parametrize('kind', ['SiLU', 'Mish', 'LayerNorm', 'GroupNorm'])
+@there
+def test_card_computes_by_kernels_of_the_cpu(zeta, kind):
+    layer = getattr(torch.nn, kind)(*{'LayerNorm': [40], 'GroupNorm': [4, 8]}.get(kind, []))
+    x, weight = torch.randn(2, 64, 8, 40)
+    found = []
+    for device in (torch.device('cpu'), zeta.device(0)):
+        here = x.clone().to(device).requires_grad_()
+        output = layer.to(device)(here)
+        (output * weight.to(device)).sum().backward()
+        found.append([output.cpu(), here.grad.cpu()])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize('local_rank', [4, 7, -1])
 @there
 def test_card_index_beyond_the_count_is_refused_with_count(zeta, local_rank):

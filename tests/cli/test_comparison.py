@@ -26,6 +26,13 @@ def softplus(x, beta=1, threshold=20):
     return x.exp().log1p() * 3
 
 
+GENERATOR = torch.Generator()
+
+
+def uniform_(x, low=0, high=1, generator=None):
+    return x.copy_(torch.empty(x.shape).uniform_(low, high, generator=GENERATOR))
+
+
 @lru_cache(maxsize=None)
 def set_wrong(operator):
     library = torch.library.Library('aten', 'IMPL')
@@ -54,6 +61,10 @@ class Part(nn.Module):
         card = x.device.type != 'cpu'
         if self.fault == 'output' and card:
             x = x * 1.1
+        if self.fault in ('uniform_', 'noise'):
+            x = x + torch.rand_like(x)
+        if self.fault == 'noise' and card:
+            x = x * 1.1
         if self.fault == 'drawn':
             x = x * self.drawn * (1.1 if card else 1)
         if self.fault == 'nan' and card:
@@ -79,7 +90,7 @@ class Planted(BaseModel):
     def __init__(self, fault=None):
         super().__init__()
         self.fault = fault
-        wrong = dict(elu_backward=elu_backward, softplus=softplus).get(fault)
+        wrong = dict(elu_backward=elu_backward, softplus=softplus, uniform_=uniform_).get(fault)
         self.library = None if wrong is None else set_wrong(wrong)
         linear = Frozen if fault == 'unsaved' else nn.Linear
         self.first = nn.Sequential(nn.Flatten(), linear(64, 32), nn.BatchNorm1d(32))
@@ -205,6 +216,21 @@ def test_weights_of_no_checkpoint_and_sizes_that_are_drawn_are_compared(job, kin
     where, path = job(kind)
     status, out, err = checked(path, **where)
     assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
+    assert status == 0
+
+
+def test_random_numbers_are_those_of_the_cpu(job):
+    where, path = job('uniform_')  # which the card draws from a generator of its own
+    status, out, err = checked(path, **where)
+    assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
+    assert status == 0
+
+
+def test_a_difference_behind_random_numbers_is_a_warning(job):
+    where, path = job('noise')
+    status, out, err = checked(path, **where)
+    assert 'warning: the output of part (Part) is ' in out, out + err
+    assert 'another seed changes it as much' in out
     assert status == 0
 
 
