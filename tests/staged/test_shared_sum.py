@@ -88,10 +88,10 @@ def test_types_and_strides(device):
 def test_an_average_that_is_not_finite_can_leave_everything_as_it_is(device):
     where = start(device)
     group, rank = torch_dist.group.WORLD, torch_dist.get_rank()
-    own = torch.full((500_000,), float(rank))
+    own = torch.full((1_500_000,), float(rank))
     if rank == 1:
         own[7] = float('nan')
-    for size in (500_000, 100):  # in shared memory, and by a message
+    for size in (1_500_000, 500_000, 100):  # in shared memory, in pieces or one, and by a message
         for keeps in (True, False):
             tensor = own[:size].clone().to(where)
             work = group.average(tensor, keeps_nonfinite=keeps)
@@ -99,7 +99,7 @@ def test_an_average_that_is_not_finite_can_leave_everything_as_it_is(device):
             assert not work.finite
             assert tensor[0] == (rank if keeps else 0.5)
             assert bool(tensor[7].isnan()) == (rank == 1 or not keeps)
-    assert sums().count == 2
+    assert sums().count == 4
 
 
 @in_ranks(2)
