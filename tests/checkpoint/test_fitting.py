@@ -51,10 +51,12 @@ class KnownWrapper(Wraps):
 class Renames(nn.Linear):
     """Loads weights of an older release under their old name."""
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        if prefix + 'kernel' in state_dict:
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get('version', 1) < 2:
             state_dict[prefix + 'weight'] = state_dict.pop(prefix + 'kernel')
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
 def test_all_of_a_model_is_loaded_without_a_word():
@@ -64,6 +66,7 @@ def test_all_of_a_model_is_loaded_without_a_word():
     assert load(weights, model) is None
     assert torch.equal(model[2].weight, source[2].weight)
     assert load_weights(Renames(2, 1), dict(kernel=torch.ones(1, 2), bias=torch.ones(1))).complete
+    assert load(Renames(2, 1).state_dict(), Renames(2, 1)) is None
 
 
 def test_names_of_wrappers_inside_of_a_model_are_read_and_compared():
