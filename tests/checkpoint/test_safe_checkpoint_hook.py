@@ -39,6 +39,7 @@ OPTIONS = [
     dict(interval=2, max_keep_ckpts=1),
     dict(interval=1, max_keep_ckpts=2, save_best='auto', rule='less'),
     dict(interval=1, max_keep_ckpts=1, save_best=['loss_error'], rule='greater', save_last=False),
+    dict(interval=1, max_keep_ckpts=1, save_best=['loss_error', 'most_error'], rule='less'),
     dict(interval=5, by_epoch=False, max_keep_ckpts=3),
     dict(interval=1, save_begin=3, save_optimizer=False),
     dict(interval=2, filename_tmpl='state_{}.pth', save_param_scheduler=False),
