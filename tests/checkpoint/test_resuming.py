@@ -57,7 +57,14 @@ def test_after_loading_other_weights(tmp_path, by_epoch):
 
 
 #: Those of which the ranks' data, buffers and hooks differ most from those of one.
-FEW = ('multi_step', 'default_sampler_by_iter', 'plain', 'zipped', 'participant')
+FEW = (
+    'multi_step',
+    'ema_exponential',
+    'default_sampler_by_iter',
+    'plain',
+    'zipped',
+    'participant',
+)
 
 
 @pytest.mark.parametrize(
