@@ -283,11 +283,13 @@ def weights_of(model: nn.Module) -> StateDict:
     """
     inner = unwrap_model(model)
     state = inner.state_dict()
+    releases = getattr(state, '_metadata', {})  # of modules, by their names
     wrapped = [name for name, part in inner.named_modules() if name and is_model_wrapper(part)]
     for name in sorted(wrapped, key=len, reverse=True):
-        before = f'{name}.module.'
-        for key in [each for each in state if each.startswith(before)]:
-            state[f'{name}.{key[len(before) :]}'] = state.pop(key)
+        before = f'{name}.module'
+        for named in (state, releases):
+            for key in [each for each in named if f'{each}.'.startswith(f'{before}.')]:
+                named[f'{name}{key[len(before) :]}'] = named.pop(key)
     return state
 
 

@@ -42,6 +42,8 @@ section = Section('numbers')
 COARSE_ROUNDING, MOVES = 1e-5, 5
 #: Smaller than this part of the largest gradient, a gradient is rounding.
 NEGLIGIBLE = 1e-4
+#: Of weights in 16 bits: a bias in front of batch normalization has a gradient of rounding alone.
+NEGLIGIBLE_IN_HALF = 1e-2
 #: The same of buffers, such as the mean of a layer whose operands add up to nothing.
 NEGLIGIBLE_BUFFER = 1e-3
 #: Elements of a tensor that are compared, at equal distances.
@@ -407,6 +409,8 @@ def _first(
     there, here = getattr(there_of, kind), getattr(here_of, kind)
     spreads = [getattr(each, kind) for each in spreads_of]
     least = {'outputs': 0.0, 'after': NEGLIGIBLE_BUFFER}.get(kind, NEGLIGIBLE)
+    if kind == 'of_weights' and tolerance == TOLERANCE_OF_HALF:
+        least = NEGLIGIBLE_IN_HALF
     least *= max((_size(each) for each in here.values()), default=0.0)
     for key in keys:
         one, other, moved = here[key], there.get(key), [each.get(key) for each in spreads]

@@ -217,6 +217,7 @@ class DDPAveraging(Averaging):
             for name, buffer in part.named_buffers(recurse=False)
         ]
         with optim_wrapper.optim_context(wrapper):
+            wrapper.require_backward_grad_sync = True  # False while gradients accumulate
             data = module.data_preprocessor(copy.deepcopy(data), training=True)
             losses = wrapper._run_forward(data, mode='loss')
         module.parse_losses(losses)[0].backward()

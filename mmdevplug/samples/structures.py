@@ -174,20 +174,22 @@ def describe_difference(examples: Sequence[Example]) -> Optional[str]:
 
     Numbers of all kinds count as one, None fits everything, and lists may differ in length.
     """
-    if not examples:
-        return None
-    first_rank, first_index, structure = examples[0]
-    expected: Dict[str, Dict[object, str]] = {}
-    for place, category, text in structure:
-        expected.setdefault(place, {})[category] = text
-    for rank, index, structure in examples[1:]:
+    #: By place, the first sample that has something there but None.
+    expected: Dict[str, Tuple[int, int, Dict[object, str]]] = {}
+    for rank, index, structure in examples:
+        here: Dict[str, Dict[object, str]] = {}
         for place, category, text in structure:
-            known = expected.get(place, {})
+            here.setdefault(place, {})[category] = text
+        for place, found in here.items():
             # Inside of None or of an empty list there is nothing to compare with.
-            if not known or category in known or None in (category, *known):
+            if [*found] == [None]:
+                continue
+            first_rank, first_index, known = expected.setdefault(place, (rank, index, found))
+            other = [text for category, text in found.items() if category not in (None, *known)]
+            if not other or None in known:
                 continue
             return (
-                f'samples differ in structure: sample {index} of rank {rank} has {text} at '
+                f'samples differ in structure: sample {index} of rank {rank} has {other[0]} at '
                 f'sample{place}, where sample {first_index} of rank {first_rank} has '
                 f'{" or ".join(known.values())}. Make the same kind of samples on all ranks, or '
                 f'pass same_structure=False if they are to differ.'

@@ -233,12 +233,12 @@ def averaged(total: Tensor, count: int) -> Tensor:
 
 
 def scale(flat: Tensor, factor: float) -> bool:
-    """Multiply a tensor in place; returns whether all its values are finite."""
+    """Multiply a tensor in place by at most 1; returns whether all its values are finite."""
     if flat.dtype not in (torch.float32, torch.float64):
         exact = flat.to(torch.float32)  # PyTorch 1 multiplies no halves on the CPU
         finite = scale(exact, factor)
         flat.copy_(exact)
-        return finite and is_finite(flat.to(torch.float32))
+        return finite
     if UNSCALES_ON_HOST and flat.dtype != torch.float64:
         found = torch.zeros(1, dtype=torch.float32, device=flat.device)
         factor_there = torch.tensor([factor], dtype=torch.float32, device=flat.device)

@@ -92,10 +92,11 @@ def test_a_fork_whose_loop_drops_no_batches(tmp_path):
 
 
 # Of more than two, whose sums depend on the order of DDP's buckets.
-@pytest.mark.parametrize('world_size', [3, 4])
+@pytest.mark.parametrize(('world_size', 'accumulated'), [(3, 1), (4, 3)])
 @pytest.mark.parametrize('by_epoch', [True, False])
-def test_several_ranks(tmp_path, world_size, by_epoch):
+def test_several_ranks(tmp_path, world_size, accumulated, by_epoch):
     options = dict(by_epoch=by_epoch, checkpoint=EVERY_THIRD, **SEVERAL_BUCKETS)
+    options['optim_wrapper__accumulative_counts'] = accumulated
     # Workers of each rank draw random numbers of their own.
     options['train_dataloader__num_workers'] = 1
     # Since the last validation each rank has its own running statistics.

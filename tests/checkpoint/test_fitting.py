@@ -12,6 +12,7 @@ from mmengine.registry import MODEL_WRAPPERS, RUNNERS
 from torch import nn
 
 from mmdevplug.checkpoint.load_model import load_model
+from mmdevplug.checkpoint.saving import weights_of
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.load_weights import load_weights
 from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
@@ -38,9 +39,9 @@ def renamed(state_dict, start):
 class Wraps(nn.Module):
     """A wrapper that MMEngine does not know as one."""
 
-    def __init__(self):
+    def __init__(self, module=None):
         super().__init__()
-        self.module = small()
+        self.module = module or small()
 
 
 @MODEL_WRAPPERS.register_module(force=True)
@@ -51,10 +52,12 @@ class KnownWrapper(Wraps):
 class Renames(nn.Linear):
     """Loads weights of an older release under their old name."""
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        if prefix + 'kernel' in state_dict:
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get('version', 1) < 2:
             state_dict[prefix + 'weight'] = state_dict.pop(prefix + 'kernel')
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
 def test_all_of_a_model_is_loaded_without_a_word():
@@ -64,6 +67,7 @@ def test_all_of_a_model_is_loaded_without_a_word():
     assert load(weights, model) is None
     assert torch.equal(model[2].weight, source[2].weight)
     assert load_weights(Renames(2, 1), dict(kernel=torch.ones(1, 2), bias=torch.ones(1))).complete
+    assert load(Renames(2, 1).state_dict(), Renames(2, 1)) is None
 
 
 def test_names_of_wrappers_inside_of_a_model_are_read_and_compared():
@@ -73,6 +77,9 @@ def test_names_of_wrappers_inside_of_a_model_are_read_and_compared():
     assert load(weights, model, resuming=True) is None
     assert torch.equal(model['part'].module[2].weight, source[2].weight)
     assert load({k.replace('module.', ''): v for k, v in weights.items()}, model) is None
+    saved, part = (nn.ModuleDict(dict(part=KnownWrapper(Renames(2, 1)))) for _ in range(2))
+    assert load(weights_of(saved), part) is None
+    assert load(weights_of(saved), nn.ModuleDict(dict(part=Renames(2, 1)))) is None
     del weights['part.module.2.weight']
     with pytest.raises(CheckpointError, match='Cannot resume.*part.2.weight'):
         load(weights, model, resuming=True)

@@ -7,7 +7,7 @@ import pytest
 from mmengine.dist import get_rank
 from torch import nn
 
-from mmdevplug.checkpoint.participants import RankBuffers
+from mmdevplug.checkpoint.participants import Participants, RankBuffers
 from mmdevplug.checkpoint.reading import read_checkpoint
 from tests.checkpoint.kept_cases import KEPT
 from tests.checkpoint.resume_cases import (
@@ -57,7 +57,14 @@ def test_after_loading_other_weights(tmp_path, by_epoch):
 
 
 #: Those of which the ranks' data, buffers and hooks differ most from those of one.
-FEW = ('multi_step', 'default_sampler_by_iter', 'plain', 'zipped', 'participant')
+FEW = (
+    'multi_step',
+    'ema_exponential',
+    'default_sampler_by_iter',
+    'plain',
+    'zipped',
+    'participant',
+)
 
 
 @pytest.mark.parametrize(
@@ -101,3 +108,17 @@ def test_buffers_of_another_model_are_left_as_they_are():
     said = 'the model has other buffers than the checkpoint'
     assert buffers.inexact == (said if get_rank() else '')  # those of rank 0 are among the weights
     assert found.running_mean.tolist() == [0, 0, 0]
+
+
+def test_what_hooks_do_twice_is_undone_in_states_that_they_hold():
+    counts = []
+    hook = SimpleNamespace(
+        state_dict=lambda: dict(counts=counts),
+        load_state_dict=lambda state: counts.__setitem__(slice(None), state['counts']),
+    )
+    participants = Participants()
+    participants.add('hook', hook)
+    restore = participants.keep()
+    counts.append(1)
+    restore()
+    assert counts == []

@@ -39,6 +39,7 @@ OPTIONS = [
     dict(interval=2, max_keep_ckpts=1),
     dict(interval=1, max_keep_ckpts=2, save_best='auto', rule='less'),
     dict(interval=1, max_keep_ckpts=1, save_best=['loss_error'], rule='greater', save_last=False),
+    dict(interval=1, max_keep_ckpts=1, save_best=['loss_error', 'most_error'], rule='less'),
     dict(interval=5, by_epoch=False, max_keep_ckpts=3),
     dict(interval=1, save_begin=3, save_optimizer=False),
     dict(interval=2, filename_tmpl='state_{}.pth', save_param_scheduler=False),
@@ -63,7 +64,9 @@ def test_the_same_files_as_mmengines(tmp_path, options):
         runner.train()
         info = runner.message_hub.runtime_info
         known = {name: str(info[name]) for name in info if 'ckpt' in name or 'best' in name}
-        known['pointer'] = (folder / 'last_checkpoint').read_text()
+        newest = known['pointer'] = (folder / 'last_checkpoint').read_text()
+        info = read_checkpoint(newest)['message_hub']['runtime_info']
+        known.update({f'saved {name}': str(info[name]) for name in info if 'best' in name})
         known = {name: text.replace(str(folder), '') for name, text in known.items()}
         found.append((sorted(name.split('-')[0] for name in names_in(folder)), known))
     stock, ours = found

@@ -65,13 +65,13 @@ class NoisyModel(BaseModel):
 
 @METRICS.register_module(force=True)
 class MeanError(BaseMetric):
-    """The mean absolute error."""
+    """The mean absolute error, and the largest."""
 
     def process(self, data_batch, data_samples):
         self.results += [float(sample['error']) for sample in data_samples]
 
     def compute_metrics(self, results):
-        return dict(loss_error=sum(results) / len(results))
+        return dict(loss_error=sum(results) / len(results), most_error=max(results))
 
 
 @HOOKS.register_module(force=True)

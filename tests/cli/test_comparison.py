@@ -202,10 +202,14 @@ def test_an_operator_of_torch_xla_is_named(job):
     assert status == 1
 
 
-@pytest.mark.parametrize('scope', ['mmengine', None])
-def test_what_is_equal_is_said(job, scope):
+#: With a scaled loss.
+AMP = "optim_wrapper = dict(type='AmpOptimWrapper', dtype='float16')"
+
+
+@pytest.mark.parametrize('line', ["default_scope = 'mmengine'", 'default_scope = None', AMP])
+def test_what_is_equal_is_said(job, line):
     where, path = job()
-    path.write_text(f'{path.read_text()}\ndefault_scope = {scope!r}\n')
+    path.write_text(f'{path.read_text()}\n{line}\n')
     status, out, err = checked(path, **where)
     assert 'ok: outputs and gradients of 9 modules as on the CPU' in out, out + err
     assert status == 0

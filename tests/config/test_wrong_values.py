@@ -32,7 +32,7 @@ WRONG = {
     'launch.master_port': (70000, 'expected a port from 1 to 65535, or None.'),
     'launch.max_restarts': (-1, 'expected 0 to 10000, or None.'),
     'launch.nnodes': ('4:1', 'expected 1 or more hosts, or the least and the most, such as 1:4.'),
-    'launch.node_rank': (-1, 'expected a whole number of at least 0, or None.'),
+    'launch.node_rank': (True, 'expected a whole number of at least 0, or None.'),
     'launch.nproc': (0, "expected 1 or more processes on each host, or 'auto' for one on each"),
     'launch.timeout': (0, 'expected a finite number above 0, or None.'),
     'model_parallel.balance_threshold': (-0.1, 'expected a finite number of at least 0.'),

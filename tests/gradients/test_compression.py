@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from mmdevplug.distributed.nonfinite import FinitePolicy
 from mmdevplug.errors import DevPlugError, ModelError
+from mmdevplug.gradients.own_step import average_gradients
 from mmdevplug.gradients.wrapper_arguments import check_compressible
 from mmdevplug.staged import reductions
 from tests.columns import job_of
@@ -49,6 +51,15 @@ def test_ranks_of_a_host_add_up_halves_in_float32():
     wrapper = wrap(nn.Linear(10, 1, bias=False), grad_compression='bf16')
     wrapper(torch.full((1, 10), 1024.0 if rank() == 0 else 4.0)).sum().backward()
     assert (gradients(wrapper)['weight'] == 260).all()  # 259 in bfloat16, which keeps 8 bits
+
+
+@in_ranks(2)
+def test_models_with_a_step_of_their_own_add_up_halves_in_float32():
+    start('cpu')
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    weight.grad = torch.full_like(weight, 60000.0)  # the sum is infinite in half
+    average_gradients([('weight', weight)], None, FinitePolicy(True))
+    assert (weight.grad == 60000).all()
 
 
 @pytest.mark.parametrize('dtype', [torch.complex64, torch.complex128])

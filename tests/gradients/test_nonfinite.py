@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.model import BaseModel
-from mmengine.optim import AmpOptimWrapper
+from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from torch import nn
 
 from mmdevplug.distributed.nonfinite import names_of_nonfinite, scale_and_check
@@ -111,6 +111,9 @@ def test_a_gradient_scaler_skips_by_itself():
     wrapper.train_step(dict(inputs=torch.ones(3, 4)), optim_wrapper)
     assert largest_difference(before, weights_of(wrapper.module)) == 0
     assert optim_wrapper.loss_scaler.get_scale() == 2.0**14
+    # Also if another optimizer of the model has none.
+    wrapper.follow_scaler(OptimWrapperDict(scaled=optim_wrapper, plain=OptimWrapper(optimizer)))
+    assert wrapper.policy.suspended
 
 
 def test_an_unknown_policy_is_refused():

@@ -75,8 +75,9 @@ def test_a_large_block_does_not_leave_the_others_uneven():
 
 def test_cheaper_cuts_win_among_equals():
     # Both splits are equally even; the second cut is the cheaper one.
-    assert Partition([2, 1, 2], [1, 1], cut_costs=[0, 9, 1]).best() == [2, 3]
-    assert Partition([2, 1, 2], [1, 1], cut_costs=[0, 1, 9]).best() == [1, 3]
+    for more in ({}, dict(allow_empty=True)):
+        assert Partition([2, 1, 2], [1, 1], cut_costs=[0, 9, 1], **more).best() == [2, 3]
+        assert Partition([2, 1, 2], [1, 1], cut_costs=[0, 1, 9], **more).best() == [1, 3]
 
 
 @pytest.mark.parametrize(

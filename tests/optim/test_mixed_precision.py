@@ -98,14 +98,17 @@ def build(**kwargs):
 
 @needs_scaler
 def test_loss_scale_means_what_it_means_in_mmengine(on_cpu):
-    def scale_after_a_step(**kwargs):
+    def scale_after_a_step(slope=1.0, **kwargs):
         wrapper = build(dtype='float16', **kwargs)
         weight = wrapper.optimizer.param_groups[0]['params'][0]
-        wrapper.update_params(weight.sum())
+        wrapper.update_params(weight.sum() * slope)
         return wrapper.loss_scaler.get_scale()
 
     assert scale_after_a_step() == scale_after_a_step(loss_scale='dynamic') == 2.0**16
     assert scale_after_a_step(loss_scale=512.0) == 512.0
+    inf = float('inf')
+    assert scale_after_a_step(inf) == 2.0**15
+    assert scale_after_a_step(inf, loss_scale=512.0) == 512.0
     growing = dict(init_scale=4.0, growth_interval=1, growth_factor=4.0)
     assert scale_after_a_step(loss_scale=growing) == 16.0
 

@@ -3,13 +3,14 @@
 import json
 
 import pytest
+from mmengine.dist import get_rank
 from mmengine.logging import MessageHub
 
 from mmdevplug.errors import DevPlugError
-from mmdevplug.runner.device_log_processor import DeviceLogProcessor
+from mmdevplug.runner.device_log_processor import DeviceLogProcessor, _average
 from tests.columns import LAZY
-from tests.jobs import train_digits
-from tests.ranks import run_ranks
+from tests.jobs import start, train_digits
+from tests.ranks import in_ranks, run_ranks
 
 WINDOW = 4
 
@@ -42,6 +43,15 @@ def test_the_log_has_the_mean_of_all_ranks(tmp_path, accelerator, average):
         windows = [losses[line['step'] - WINDOW : line['step']] for losses in averaged]
         expected = sum(sum(window) / WINDOW for window in windows) / len(windows)
         assert line['loss'] == pytest.approx(expected, abs=1e-6)
+
+
+@in_ranks(2)
+def test_a_loss_that_a_rank_lacks_is_the_mean_of_the_others():
+    start('cpu')
+    if get_rank() == 0:
+        assert _average(dict(loss=4.0, loss_of_masks=2.0)) == dict(loss=5.0, loss_of_masks=2.0)
+    else:
+        assert _average(dict(loss=6.0)) == dict(loss=5.0)
 
 
 def test_another_value_is_refused():

@@ -8,6 +8,7 @@ import torch
 from torch import distributed as torch_dist
 
 from mmdevplug import samples as exchanges
+from mmdevplug.errors import SampleError
 from tests.jobs import start
 from tests.ranks import run_ranks
 
@@ -110,6 +111,12 @@ def test_the_first_difference_is_named(refused, case):
     assert place in text
     assert expected in reference
     assert found in described
+
+
+@pytest.mark.parametrize('samples', [[None, 1, 'a'], [[], [1], ['a']]])
+def test_samples_are_compared_with_the_first_that_has_something(samples):
+    with pytest.raises(SampleError, match='sample 2 of rank 0 .* where sample 1 of rank 0'):
+        exchanges.gather_samples(samples)
 
 
 @pytest.mark.parametrize(

@@ -353,3 +353,13 @@ def test_a_state_with_large_samples():
     other = DynamicSampler(list, bool, 2)
     other.load_state_dict(sampler.state_dict())
     assert torch.equal(next(other)['image'], images[1:])
+
+
+def test_a_resumed_pool_has_as_many_rounds_as_another():
+    sampler, resumed = (
+        DynamicSampler(lambda: [0.0, 1.0], lambda _: True, target=2, max_resamples=0)
+        for _ in range(2)
+    )
+    resumed.load_state_dict(sampler.state_dict())
+    assert next(resumed).tolist() == [0.0, 1.0]
+    assert resumed.last.resamples == 0

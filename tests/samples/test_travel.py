@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from mmdevplug.distributed import wire
 from mmdevplug.distributed.wire import dumps, loads
 from mmdevplug.errors import SampleError
-from mmdevplug.samples import register_sample_type, stack_samples
+from mmdevplug.samples import gather_samples, register_sample_type, stack_samples
 from mmdevplug.samples.structures import describe_samples
 
 from . import values
@@ -72,6 +72,11 @@ def test_gradients_and_views_arrive_as_plain_tensors():
     assert torch.equal(arrived[0], parameter.detach().t())
     assert arrived[2].tolist() == [1 - 2j, 3 + 4j]
     assert arrived[3].tolist() == [-2.0, 4.0]
+
+
+def test_samples_of_this_rank_are_detached_too():
+    learned = torch.ones(2, requires_grad=True) * 2
+    assert not any(each.requires_grad for each in gather_samples([torch.zeros(2), learned]))
 
 
 def test_a_sample_costs_a_few_bytes_besides_its_data():

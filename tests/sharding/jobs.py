@@ -46,7 +46,7 @@ class ShardedBlock(nn.Module):
 
 @MODELS.register_module()
 class ShardedTwice(BaseModel):
-    """Two forward passes in a step, tied weights, a frozen block, and weights of init_weights."""
+    """Two forward passes in a step, tied weights, frozen ones, and an init_weights of its own."""
 
     def __init__(self, width=24, data_preprocessor=None):
         super().__init__(data_preprocessor)
@@ -63,6 +63,7 @@ class ShardedTwice(BaseModel):
             nn.init.orthogonal_(block.first.weight)
         with torch.no_grad():
             self.head.weight[0] = torch.rand(self.head.in_features)
+        self.blocks[0].first.bias.requires_grad_(False)
 
     def forward(self, inputs, labels, mode='tensor'):
         x = self.stem(inputs.flatten(1))

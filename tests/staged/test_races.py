@@ -269,3 +269,20 @@ def take_turns(its, other):
     its.is_completed()
     other.advance()
     its.wait()
+
+
+@pytest.mark.parametrize(
+    ('writes', 'next_writes', 'waits'),
+    [(False, False, 0), (False, True, 1), (True, False, 1), (True, True, 1)],
+)
+def test_a_tensor_is_written_when_earlier_collectives_are_done_with_it(writes, next_writes, waits):
+    tensor, waited = torch.ones(2), []
+    earlier = SimpleNamespace(
+        read=[tensor],
+        written=[tensor] * writes,
+        is_completed=lambda: False,
+        wait=lambda: waited.append(True),
+    )
+    group = SimpleNamespace(works={0: earlier})
+    StagedProcessGroup._finish_before(group, [tensor], [tensor] * next_writes)
+    assert len(waited) == waits

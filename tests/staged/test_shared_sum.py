@@ -8,6 +8,7 @@ import torch
 from torch import distributed as torch_dist
 from torch.distributed import ReduceOp
 
+from mmdevplug.staged import large_sums
 from tests.ranks import in_ranks
 
 from .test_collectives import pytestmark, start  # noqa: F401
@@ -88,10 +89,10 @@ def test_types_and_strides(device):
 def test_an_average_that_is_not_finite_can_leave_everything_as_it_is(device):
     where = start(device)
     group, rank = torch_dist.group.WORLD, torch_dist.get_rank()
-    own = torch.full((500_000,), float(rank))
+    own = torch.full((1_500_000,), float(rank))
     if rank == 1:
         own[7] = float('nan')
-    for size in (500_000, 100):  # in shared memory, and by a message
+    for size in (1_500_000, 500_000, 100):  # in shared memory, in pieces or one, and by a message
         for keeps in (True, False):
             tensor = own[:size].clone().to(where)
             work = group.average(tensor, keeps_nonfinite=keeps)
@@ -99,7 +100,24 @@ def test_an_average_that_is_not_finite_can_leave_everything_as_it_is(device):
             assert not work.finite
             assert tensor[0] == (rank if keeps else 0.5)
             assert bool(tensor[7].isnan()) == (rank == 1 or not keeps)
-    assert sums().count == 2
+    assert sums().count == 4
+
+
+@in_ranks(4)
+def test_all_hosts_know_that_an_average_is_not_finite():
+    """NaN of the first of two hosts reaches the other by a message."""
+    start('cpu')
+    rank = torch_dist.get_rank()
+    large_sums.host_name = lambda: f'host {rank // 2}'
+    tensor = torch.full((500_000,), float(rank))
+    if rank == 0:
+        tensor[7] = float('nan')
+    work = torch_dist.group.WORLD.average(tensor)
+    work.wait()
+    assert not work.finite
+    assert tensor[0] == 1.5
+    assert tensor[7].isnan()
+    assert sums().count == 1
 
 
 @in_ranks(2)
