@@ -53,7 +53,7 @@ _SERIES = {list, tuple, set, frozenset, deque, torch.Size}
 #: Packages whose objects are built anew, restored elsewhere, or hold no state of training.
 _LIBRARIES = {
     *('mmengine', 'torch', 'numpy', 'mmdevplug', 'accelerate', 'builtins', 'enum', 'functools'),
-    *('logging', 'threading', '_thread', 'multiprocessing'),
+    *('logging', 'threading', '_thread', 'multiprocessing', 'random'),
 }
 _NO_STATE = (
     *(type, ModuleType, FunctionType, BuiltinFunctionType, MethodType),

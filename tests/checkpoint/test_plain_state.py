@@ -35,4 +35,4 @@ def test_generators_are_named_unless_they_are_those_of_the_process(tmp_path):
     own['one'].random(), own['two'].rand(), torch.rand(1, generator=own['three'])
     (message,) = named()
     names = re.findall(r'Draws/1\.(\w+) \(', message)
-    assert names == ['three', 'two']
+    assert names == ['one', 'three', 'two']
