@@ -53,12 +53,14 @@ _SERIES = {list, tuple, set, frozenset, deque, torch.Size}
 #: Packages whose objects are built anew, restored elsewhere, or hold no state of training.
 _LIBRARIES = {
     *('mmengine', 'torch', 'numpy', 'mmdevplug', 'accelerate', 'builtins', 'enum', 'functools'),
-    *('logging', 'threading', '_thread', 'multiprocessing'),
+    *('logging', 'threading', '_thread', 'multiprocessing', 'random'),
 }
 _NO_STATE = (
     *(type, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
     *(torch.device, torch.dtype, torch.memory_format, torch.layout),
 )
+#: The generators of the whole process, which mmdet's samplers hold. They are saved by themselves.
+_OF_PROCESS = (random._inst, np.random.mtrand._rand, torch.default_generator)
 #: Attributes of every module, and one that mmdet's dense heads compute in every iteration.
 _OF_MODULES = {*vars(nn.Module()), '_raw_positive_infos'}
 #: Flags of mmdet's hooks that switch the pipeline of the training data once. They are not
@@ -340,6 +342,8 @@ def _examine(value: Any, most: int = _MOST_PARTS) -> Tuple[object, float]:
             size += 8 + of_part
         factory = getattr(value, 'default_factory', None)
         return (kind, marks), size if factory in (None, *_SCALARS, *_DICTS, *_SERIES) else inf
+    if any(value is each for each in _OF_PROCESS):
+        return _Same(value), inf
     if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
         return pickle.dumps(value), inf
     if isinstance(value, torch.Generator):

@@ -19,6 +19,7 @@ from mmengine.hooks import CheckpointHook, EMAHook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, Runner
+from mmengine.utils import ManagerMixin
 from torch import nn
 
 from mmdevplug.accelerators import rank_context
@@ -267,13 +268,19 @@ def collect_checkpoint(
     if save_param_scheduler and runner.param_schedulers is None:
         runner.logger.warning('There are no parameter schedulers, so none are saved.')
     elif save_param_scheduler:
-        states = {
-            name: [one.state_dict() for one in each or ()] for name, _, each, _ in optimizers
-        }
+        states = {name: [_state_of(one) for one in each or ()] for name, _, each, _ in optimizers}
         checkpoint['param_schedulers'] = states.get('', states)
     _collect_states(runner, checkpoint, path)
     runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
     return checkpoint
+
+
+def _state_of(scheduler: Any) -> object:
+    # MMEngine takes all attributes. mmagic's ReduceLR holds a MessageHub, which no file may hold.
+    state: object = scheduler.state_dict()
+    if not isinstance(state, dict):
+        return state
+    return {key: value for key, value in state.items() if not isinstance(value, ManagerMixin)}
 
 
 def weights_of(model: nn.Module) -> StateDict:

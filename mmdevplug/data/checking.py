@@ -113,12 +113,14 @@ def explain_no_batch() -> Iterator[None]:
     """Replace the StopIteration of MMEngine's iterator by an error that names the data."""
     try:
         yield
-    except StopIteration as error:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
+    except StopIteration as stop:
+        for frame, _ in traceback.walk_tb(stop.__traceback__):
             data = frame.f_locals.get('self')
             if isinstance(data, _InfiniteDataloaderIterator):
+                loader = data._dataloader
+                error = _ended_error(loader) if length_of(loader) else _no_batch_error(loader)
                 # A RuntimeError caused by a StopIteration is one of Python's own to contextlib.
-                raise _no_batch_error(data._dataloader) from None
+                raise error from None
         raise
 
 
@@ -131,6 +133,17 @@ def _no_batch_error(loader: DataLoader) -> SampleError:
         f'with batch_size={size} and drop_last={getattr(loader, "drop_last", None)}. Set a '
         f'smaller train_dataloader.batch_size, train_dataloader.drop_last=False, or start '
         f'fewer ranks.'
+    )
+
+
+def _ended_error(loader: DataLoader) -> SampleError:
+    sampler = getattr(loader.batch_sampler, 'sampler', loader.sampler)
+    return SampleError(
+        f'rank {get_rank()}: the sampler {type(sampler).__name__} of train_dataloader gives no '
+        f'batch anymore, but {length_of(loader)} make an epoch. A sampler that never ends, as '
+        f'InfiniteSampler, ends for all if another loop over the loader stops early, as that of a '
+        f"hook may. Set train_dataloader.sampler=dict(type='DefaultSampler', shuffle=True), which "
+        f'begins anew in each loop.'
     )
 
 

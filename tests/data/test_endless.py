@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from mmengine.hooks import Hook
 from mmengine.registry import DATA_SAMPLERS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop as Testing, ValLoop
 from torch.utils.data import BatchSampler, Sampler
@@ -132,3 +133,26 @@ def test_a_job_says_so_at_its_start(name, tmp_path):
     with pytest.raises(SampleError, match=f'{name}_dataloader: the sampler InfiniteSampler'):
         runner.train()
     assert runner.iter == 0
+
+
+class ReadsABatch(Hook):
+    """Begins another loop over the training data and stops early, as a PreciseBNHook does."""
+
+    def after_train_iter(self, runner, *args, **kwargs):
+        next(iter(runner.train_dataloader))
+
+
+@pytest.mark.parametrize('name', ['DefaultSampler', 'InfiniteSampler'])
+def test_a_hook_that_ends_an_infinite_sampler_is_named(name, tmp_path):
+    cfg = digits_config('cpu', tmp_path, default_hooks__checkpoint=None)
+    cfg.train_cfg = dict(by_epoch=False, max_iters=3, val_interval=4)
+    cfg.train_dataloader.sampler = dict(type=name)
+    cfg.param_scheduler = None
+    runner = DeviceRunner.from_cfg(cfg)
+    runner.register_hook(ReadsABatch())
+    if name == 'DefaultSampler':
+        runner.train()
+        assert runner.iter == 3
+        return
+    with pytest.raises(SampleError, match='InfiniteSampler of .* no batch.*DefaultSampler'):
+        runner.train()
