@@ -181,13 +181,18 @@ def compare_step(runner: DeviceRunner, batch: object) -> List[Finding]:
     except Exception as error:  # with its place where the training comes to it
         unlike = f'the step fails on {device}: {first_line(error)}'
         return [section.note(f'not compared with the CPU: {unlike}')]
-    half = any(hasattr(each, 'cast_dtype') for each in list_optim_wrappers(runner.optim_wrapper))
-    tolerance = TOLERANCE_OF_HALF if half else TOLERANCE
+    casts = [
+        each for each in list_optim_wrappers(runner.optim_wrapper) if hasattr(each, 'cast_dtype')
+    ]
+    tolerance = TOLERANCE_OF_HALF if casts else TOLERANCE
+    # Of the lowest precision: any device may cast to bfloat16 where none is named.
+    dtypes = [each.cast_dtype or torch.bfloat16 for each in casts]
+    rounding = max([COARSE_ROUNDING, *(torch.finfo(dtype).eps / 2 for dtype in dtypes)])
     found = find_difference(there, here, spreads, tolerance, str(device))
 
     def find_again(number: int, seed: int) -> Optional[Found]:
         state.load(hosts[1])
-        spreads.append(_step(hosts[1], batch, None, number, seed))
+        spreads.append(_step(hosts[1], batch, None, number, seed, rounding))
         return find_difference(there, here, spreads, tolerance, str(device))
 
     for number in range(2, MOVES + 2):
@@ -284,14 +289,19 @@ def _on_host(value: object) -> object:
 
 
 def _step(
-    model: BaseModel, batch: object, runner: Optional[DeviceRunner], moved: int = 0, seed: int = 0
+    model: BaseModel,
+    batch: object,
+    runner: Optional[DeviceRunner],
+    moved: int = 0,
+    seed: int = 0,
+    rounding: float = ROUNDING,
 ) -> Record:
     """Record losses and gradients; on the CPU if there is no runner.
 
     ``moved`` is not 0 if weights are moved by rounding: a seed.
     """
     record = Record()
-    loss, scale = _compute(model, batch, runner, record, moved, seed)
+    loss, scale = _compute(model, batch, runner, record, moved, seed, rounding)
     undrawn = torch.Generator().manual_seed(seed).get_state()
     record.drew = not torch.equal(torch.get_rng_state(), undrawn)
     record.outputs['the loss', 1, 0] = loss.detach().flatten().float()
@@ -307,6 +317,7 @@ def _compute(
     watcher: Union[Record, OperatorComparison],
     moved: int = 0,
     seed: int = 0,
+    rounding: float = ROUNDING,
 ) -> Tuple[Tensor, float]:
     """Compute losses and gradients while a watcher follows; return the loss and its scale."""
     batch = copy.deepcopy(batch)
@@ -319,7 +330,6 @@ def _compute(
         torch.manual_seed(moved)
         with torch.no_grad():
             for parameter in model.parameters():
-                rounding = ROUNDING if moved == 1 else COARSE_ROUNDING
                 parameter.mul_(1 + rounding * torch.randn_like(parameter))
     wrapper = None if runner is None else next(iter(list_optim_wrappers(runner.optim_wrapper)))
     scaler = getattr(wrapper, 'loss_scaler', None)

@@ -204,9 +204,13 @@ def test_an_operator_of_torch_xla_is_named(job):
 
 #: With a scaled loss.
 AMP = "optim_wrapper = dict(type='AmpOptimWrapper', dtype='float16')"
+#: In which a ReLU passes other gradients near 0.
+BFLOAT16 = AMP.replace('float16', 'bfloat16')
 
 
-@pytest.mark.parametrize('line', ["default_scope = 'mmengine'", 'default_scope = None', AMP])
+@pytest.mark.parametrize(
+    'line', ["default_scope = 'mmengine'", 'default_scope = None', AMP, BFLOAT16]
+)
 def test_what_is_equal_is_said(job, line):
     where, path = job()
     path.write_text(f'{path.read_text()}\n{line}\n')
