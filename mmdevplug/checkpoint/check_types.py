@@ -47,7 +47,10 @@ def check_types(runner: AnyRunner, checkpoint: SavedState, filename: str) -> Non
         log_scalars=dict.fromkeys(hub.get('log_scalars', ()), HistoryBuffer()),
     )
     refuse_other_types(hub, known, filename, 'message_hub')
-    refuse_other_types(kinds, dict.fromkeys(kinds, {}), filename, 'meta.kinds')
+    refuse_other_types(kinds, dict.fromkeys(kinds, dict(parameters=[])), filename, 'meta.kinds')
+    for name, each in kinds.items():
+        like = dict(parameters=[''] * len(each.get('parameters', ())))
+        refuse_other_types(each, like, filename, f'meta.kinds.{name}')
 
 
 def _of_optimizers(state: object, found: object) -> object:

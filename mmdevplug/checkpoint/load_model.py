@@ -3,6 +3,7 @@
 import re
 from collections import OrderedDict
 from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Iterator, List, Mapping, Optional, Sequence, Tuple
 
@@ -153,6 +154,55 @@ def check_names(saved: Mapping[str, object], names: Sequence[str], where: str) -
             for some in (found, names)
         )
         raise refusal(where, f'{where} holds {one}, and the config has {other}.')
+
+
+def follow_order(
+    state: SavedState, saved: Sequence[str], names: Sequence[Sequence[str]], where: str
+) -> Tuple[SavedState, List[int]]:
+    """Return an optimizer's state with its parameters in the order that they have here.
+
+    PyTorch knows them by their places, which follow the order of modules. That may be the order
+    of keys in a config, which MMEngine sorts when it writes one to the work directory.
+
+    Args:
+        state (dict): The state.
+        saved (list): The names of its parameters.
+        names (list): The names in each group of the optimizer of the config.
+        where (str): The checkpoint.
+
+    Returns:
+        tuple: The state, and the place that each of its groups has in the checkpoint.
+    """
+    groups, here = state['param_groups'], list(chain.from_iterable(names))
+    as_saved = state, list(range(len(groups)))
+    places = list(chain.from_iterable(group['params'] for group in groups))
+    if here == list(saved) or len({*here}) < len(here) or len(places) != len(saved):
+        return as_saved
+    if {*here} != {*saved}:
+        other = sorted({*here} ^ {*saved})
+        log_warning(
+            f'{where} is of an optimizer with other parameters: {shortened(other)} are in one of '
+            f'both alone. States are taken by their places.'
+        )
+        return as_saved
+    left = iter(saved)
+    by_names = {frozenset(islice(left, len(each['params']))): n for n, each in enumerate(groups)}
+    if by_names.keys() != {*map(frozenset, names)}:
+        said = f'{where} has the parameters in other groups than the config (paramwise_cfg).'
+        raise refusal(where, said)
+    log_warning(
+        f'{where} has the parameters of the optimizer in another order, in which {saved[0]} is '
+        f'the first and not {here[0]}: each gets its own state, but sums over all of them may '
+        f'round otherwise. Resume with your config, not with the one that MMEngine writes with '
+        f'sorted keys, for the same order.'
+    )
+    place_of, state_of = dict(zip(saved, places)), state['state']
+    order = {place_of[name]: number for number, name in enumerate(here)}
+    moved = [by_names[frozenset(each)] for each in names]
+    numbers = iter(range(len(here)))
+    mine = [dict(groups[n], params=list(islice(numbers, len(groups[n]['params'])))) for n in moved]
+    states = {order[place]: state_of[place] for place in state_of if place in order}
+    return dict(state, state=states, param_groups=mine), moved
 
 
 def check_optimizer(

@@ -26,13 +26,15 @@ from mmdevplug.utils.annotations import (
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import length_of, loader_of
 
-from .load_model import check_complete, check_names, check_optimizer
+from .load_model import check_complete, check_names, check_optimizer, follow_order
 from .refusals import refusal
-from .saving import by_name, kinds_of
+from .saving import by_name, kinds_of, names_in_groups
 
 #: Attributes that MMEngine's schedulers change while they step.
 _PROGRESS = {'_global_step', '_last_value', 'base_values', 'last_step', 'verbose'}
 _PROGRESS |= {'best', 'cooldown_counter', 'num_bad_epochs'}
+#: Those that have a value for each group of parameters.
+_OF_GROUPS = {'base_values', '_last_value'}
 _MOST = 12  # entries of a message
 #: Reasons that decide some settings, whatever ``accelerator.resume_settings`` says.
 _LENGTH, _SCALE = 'the length of training', 'auto_scale_lr'
@@ -165,6 +167,12 @@ def param_groups(wrapper: AnyOptimWrapper) -> List[StateDict]:
     return wrapper.optimizer.param_groups + ([] if base is None else [base])
 
 
+def _schedules_of(checkpoint: SavedState, name: str) -> Sequence[Any]:
+    """The states of the schedulers of an optimizer, '' being the only one."""
+    states = checkpoint.get('param_schedulers') or []
+    return states.get(name, []) if isinstance(states, Mapping) else states
+
+
 class OptimizerSettings:
     """The settings of one optimizer and its schedulers, as they were built from a config.
 
@@ -200,8 +208,7 @@ class OptimizerSettings:
         kinds = (checkpoint['meta'].get('kinds') or {}).get(self.name) or {}
         kind = self.kinds['optimizer']
         check_optimizer(self.wrapper.optimizer, kind, state, kinds.get('optimizer'), where)
-        states = checkpoint.get('param_schedulers') or []
-        states = states.get(self.name, []) if isinstance(states, Mapping) else states
+        states = _schedules_of(checkpoint, self.name)
         saved, mine = kinds.get('schedulers'), self.kinds['schedulers']
         if saved is None:  # of MMEngine's runner, which saves no names of classes
             one, other = (
@@ -325,6 +332,7 @@ class ResumeSettings:
         loop, config = runner.train_loop, runner.resume_state.scheduler_config
         optimizers = by_name(runner.optim_wrapper, runner.param_schedulers, config)
         self.optimizers = [OptimizerSettings(*built) for built in optimizers]
+        self._names = [names_in_groups(runner.model, one.optimizer) for _, one, *_ in optimizers]
         self._loop, self.by_epoch = loop, isinstance(loop, EpochBasedTrainLoop)
         #: The epoch, if the checkpoint is of a loop that counts none.
         self._changed_epoch: Optional[int] = None
@@ -337,6 +345,21 @@ class ResumeSettings:
         #: Iterations of an epoch, then and now; epochs and iterations that are done.
         self.epoch, self.done = [length_of(loader_of(loop)) or 1] * 2, (0, 0)
 
+    def _follow_order(self, checkpoint: Any, where: str) -> None:
+        kinds = checkpoint['meta'].get('kinds') or {}
+        for settings, names in zip(self.optimizers, self._names):
+            saved = (kinds.get(settings.name) or {}).get('parameters')
+            if saved is None:
+                continue
+            holder, key = checkpoint, 'optimizer'
+            if settings.name:
+                holder, key = checkpoint['optimizer'], settings.name
+            holder[key], moved = follow_order(holder[key], saved, names, where)
+            for schedule in _schedules_of(checkpoint, settings.name):
+                for each in _OF_GROUPS & schedule.keys():
+                    values = schedule[each]
+                    schedule[each] = [values[n] for n in moved] + values[len(moved) :]
+
     def compare(self, checkpoint: SavedState, where: str) -> None:
         """Compare with a checkpoint, and say in one warning what differs and which is taken.
 
@@ -347,6 +370,7 @@ class ResumeSettings:
         check_complete(checkpoint, where, scheduled and self.choice == 'checkpoint', self.work_dir)
         names = [settings.name for settings in self.optimizers]
         check_names(checkpoint['optimizer'], names, where)
+        self._follow_order(checkpoint, where)
         info, meta = checkpoint['message_hub'].get('runtime_info') or {}, checkpoint['meta']
         self.then = {True: info.get('max_epochs'), False: info.get('max_iters')}
         epochs, iterations = self.then[True], self.then[False]

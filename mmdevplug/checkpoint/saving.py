@@ -21,6 +21,7 @@ from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, Runner
 from mmengine.utils import ManagerMixin
 from torch import nn
+from torch.optim import Optimizer
 
 from mmdevplug.accelerators import rank_context
 from mmdevplug.config.checkpoint import CheckpointOptions
@@ -264,7 +265,11 @@ def collect_checkpoint(
                 f'OptimWrapper. Save without it: default_hooks.checkpoint.save_optimizer=False.'
             )
         checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
-        checkpoint['meta']['kinds'] = {name: kinds_of(*found) for name, *found, _ in optimizers}
+        checkpoint['meta']['kinds'] = {
+            name: dict(kinds_of(wrapper, schedulers), parameters=sum(names, []))
+            for name, wrapper, schedulers, _ in optimizers
+            for names in [names_in_groups(runner.model, wrapper.optimizer)]
+        }
     if save_param_scheduler and runner.param_schedulers is None:
         runner.logger.warning('There are no parameter schedulers, so none are saved.')
     elif save_param_scheduler:
@@ -369,6 +374,15 @@ def by_name(optim_wrapper: AnyOptimWrapper, schedulers: Any, config: Any) -> Lis
         (name, one, (schedulers or {}).get(name, []), config.get(name) if named else config)
         for name, one in optim_wrapper.items()
     ]
+
+
+def names_in_groups(model: nn.Module, optimizer: Optimizer) -> List[List[str]]:
+    """Name the parameters of each group of an optimizer, '' if the model does not have them.
+
+    Names of wrapped modules are those without a wrapper.
+    """
+    names = {id(one): name.replace('module.', '') for name, one in model.named_parameters()}
+    return [[names.get(id(one), '') for one in each['params']] for each in optimizer.param_groups]
 
 
 def kinds_of(wrapper: AnyOptimWrapper, schedulers: Sequence[AnyScheduler]) -> Dict[str, Any]:
