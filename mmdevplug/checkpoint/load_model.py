@@ -182,7 +182,9 @@ def follow_order(
         other = sorted({*here} ^ {*saved})
         log_warning(
             f'{where} is of an optimizer with other parameters: {shortened(other)} are in one of '
-            f'both alone. States are taken by their places.'
+            f'both alone. States are taken by their places, which may be wrong: resume with the '
+            f'config of the checkpoint, or take the weights alone, without --resume: '
+            f'--cfg-options load_from={where}.'
         )
         return as_saved
     left = iter(saved)

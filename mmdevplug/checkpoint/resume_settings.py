@@ -355,6 +355,8 @@ class ResumeSettings:
             if settings.name:
                 holder, key = checkpoint['optimizer'], settings.name
             holder[key], moved = follow_order(holder[key], saved, names, where)
+            if moved == list(range(len(moved))):
+                continue
             for schedule in _schedules_of(checkpoint, settings.name):
                 for each in _OF_GROUPS & schedule.keys():
                     values = schedule[each]

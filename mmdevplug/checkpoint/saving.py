@@ -266,7 +266,7 @@ def collect_checkpoint(
             )
         checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
         checkpoint['meta']['kinds'] = {
-            name: dict(kinds_of(wrapper, schedulers), parameters=sum(names, []))
+            name: dict(kinds_of(wrapper, schedulers), parameters=list(chain.from_iterable(names)))
             for name, wrapper, schedulers, _ in optimizers
             for names in [names_in_groups(runner.model, wrapper.optimizer)]
         }

@@ -2,6 +2,7 @@
 
 import pytest
 from mmengine.config import Config
+from mmengine.logging import MMLogger
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 from torch import nn
@@ -10,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from mmdevplug.checkpoint.load_model import follow_order
 from mmdevplug.errors import CheckpointError
 from mmdevplug.runner import DeviceRunner
-from tests.jobs import digits_config, largest_difference, log_of, weights_of
+from tests.jobs import digits_config, largest_difference, log_of, messages_of, weights_of
 
 
 @MODELS.register_module()
@@ -66,3 +67,11 @@ def test_other_groups_are_refused():
     state = dict(state={}, param_groups=[dict(params=[0, 1]), dict(params=[2])])
     with pytest.raises(CheckpointError, match='a.pth has the parameters in other groups'):
         follow_order(state, ['a', 'b', 'c'], [['a', 'c'], ['b']], 'a.pth')
+
+
+def test_other_parameters_are_named():
+    state = dict(state={}, param_groups=[dict(params=[0, 1])])
+    with messages_of(MMLogger.get_current_instance()) as told:
+        assert follow_order(state, ['a', 'b'], [['a', 'c']], 'a.pth') == (state, [0])
+    assert "['b', 'c'] are in one of both alone" in told[0]
+    assert 'load_from=a.pth' in told[0]
